@@ -1,0 +1,47 @@
+# Everything sets itself up: a fresh clone needs Python 3.10 or later, and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+
+.PHONY: demo test lint suite pythons golden test-vllm clean
+
+demo: $(VENV)/.demo-ready  ## Serve a simulated engine's metrics on :9948 and show its headroom.
+	@$(BIN)/kvcache-exporter demo
+
+test: lint suite pythons  ## Everything that has to pass.
+
+lint: $(VENV)/.test-ready  ## ruff and mypy --strict.
+	$(BIN)/ruff check exporter tests
+	$(BIN)/ruff format --check exporter tests
+	$(BIN)/mypy
+
+suite: $(VENV)/.test-ready .cache/prometheus/bin/prometheus  ## The test suite on the Python of the virtual environment.
+	$(BIN)/python -m pytest
+
+pythons: .cache/prometheus/bin/prometheus  ## The test suite on every other Python from 3.10 to 3.13 that this machine has.
+	tests/tools/each-python
+
+golden: $(VENV)/.test-ready  ## Write the golden pages anew, to be read as a diff.
+	$(BIN)/python -m pytest tests/test_golden.py --update-golden
+
+test-vllm: $(VENV)/.test-ready  ## Compare every number with a real vLLM on this machine's CPU (about 4 GB of downloads).
+	tests/vllm/run
+
+clean:
+	rm -rf .venv .venv-* .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo-ready: pyproject.toml | $(BIN)/pip
+	$(PIP) install --editable .
+	touch $@
+
+$(VENV)/.test-ready: pyproject.toml | $(BIN)/pip
+	$(PIP) install --editable '.[test]'
+	touch $@ $(VENV)/.demo-ready
+
+.cache/prometheus/bin/prometheus:
+	tests/tools/get-prometheus .cache/prometheus

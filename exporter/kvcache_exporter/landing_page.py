@@ -1,0 +1,85 @@
+"""The page at /: what each engine has left, and which source fails, for a person who opens the port in a browser."""
+
+from __future__ import annotations
+
+from html import escape
+
+from kvcache_exporter import __version__
+from kvcache_exporter.snapshot import EngineSnapshot, Snapshot, TargetSnapshot
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; }
+table { border-collapse: collapse; width: 100%; margin: .5rem 0 1.5rem; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #d0d7de; vertical-align: top; }
+.bar { background: #dfe5ec; width: 12rem; height: 1rem; }
+.bar div { background: #0b62a8; height: 1rem; }
+.big { font-size: 1.5rem; font-weight: 600; }
+.simulated { background: #fff1c2; border: 1px solid #d9a400; padding: .5rem .8rem; }
+.down { background: #ffe4e0; padding: 0 .3rem; }
+"""
+
+
+def landing_page(snapshot: Snapshot | None, *, simulated: bool) -> str:
+    """Return the page as HTML."""
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5"><title>kvcache-exporter</title>',
+        f"<style>{_STYLE}</style></head><body><h1>kvcache-exporter {escape(__version__)}</h1>",
+        '<p><a href="metrics">Metrics</a> · <a href="healthz">Health</a> · <a href="readyz">Readiness</a></p>',
+    ]
+    if simulated:
+        parts.append('<p class="simulated">Everything here is <b>simulated</b>: no real engine or GPU is read.</p>')
+    if snapshot is None:
+        parts.append("<p>No source has been polled yet.</p>")
+    else:
+        parts += [_engines(snapshot), _sources(snapshot)]
+    parts.append("</body></html>\n")
+    return "\n".join(parts)
+
+
+def _engines(snapshot: Snapshot) -> str:
+    rows = [_engine_row(target, engine) for target in snapshot.targets for engine in target.engines]
+    if not rows:
+        return "<h2>Engines</h2><p>None has answered.</p>"
+    columns = ("Target", "Engine", "Model", "KV cache in use", "Running, waiting", "More requests that fit")
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    return f"<h2>Engines</h2><table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _engine_row(target: TargetSnapshot, engine: EngineSnapshot) -> str:
+    reading, headroom = engine.reading, engine.headroom
+    usage = "not known"
+    if reading.usage_ratio is not None:
+        percent = f"{reading.usage_ratio:.0%}"
+        blocks = "" if reading.used_blocks is None else f"<br>{reading.used_blocks} of {reading.usable_blocks} blocks"
+        usage = f'<div class="bar"><div style="width: {percent}"></div></div>{percent}{blocks}'
+    slots = "not known"
+    if headroom is not None and headroom.slots:
+        slots = "<br>".join(
+            f'<span class="big">{_or_unknown(slot.remaining)}</span> of {slot.slots} at '
+            f"{escape(slot.length) if slot.tokens is None else slot.tokens} tokens"
+            for slot in headroom.slots
+        )
+    cells = (
+        escape(target.name),
+        escape(reading.engine),
+        escape(engine.model_name),
+        usage,
+        f"{_or_unknown(reading.num_requests_running)}, {_or_unknown(reading.num_requests_waiting)}",
+        slots,
+    )
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _sources(snapshot: Snapshot) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(health.target)}</td><td>{escape(health.source)}</td>"
+        + ("<td>up</td>" if health.up else f'<td><span class="down">down</span> {escape(health.message or "")}</td>')
+        + "</tr>"
+        for health in snapshot.health
+    )
+    return f"<h2>Sources</h2><table><tr><th>Target</th><th>Source</th><th>State</th></tr>{rows}</table>"
+
+
+def _or_unknown(value: int | None) -> str:
+    return "?" if value is None else str(value)

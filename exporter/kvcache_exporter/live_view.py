@@ -1,0 +1,62 @@
+"""The headroom as plain text: a screen that is redrawn in a terminal, a line now and then in a pipe."""
+
+from __future__ import annotations
+
+from kvcache_exporter.snapshot import EngineSnapshot, Snapshot, TargetSnapshot
+
+_BAR_WIDTH = 48
+
+
+def screen(snapshot: Snapshot, *, metrics_url: str, elapsed_seconds: float) -> str:
+    """Return the whole view of all engines, several lines."""
+    lines = [f"SIMULATED engine and GPU, {elapsed_seconds:.0f} s; metrics at {metrics_url}", ""]
+    for target in snapshot.targets:
+        for engine in target.engines:
+            lines += _engine_lines(target, engine)
+    lines += [f"source down: {h.target} {h.source}: {h.message}" for h in snapshot.health if not h.up]
+    return "\n".join([*lines, "", "Ctrl-C ends it."])
+
+
+def line(snapshot: Snapshot, *, elapsed_seconds: float) -> str:
+    """Return one line on all engines."""
+    engines = [_engine_summary(engine) for target in snapshot.targets for engine in target.engines]
+    return f"simulated t={elapsed_seconds:.0f}s {' | '.join(engines) if engines else 'no engine has answered'}"
+
+
+def _engine_lines(target: TargetSnapshot, engine: EngineSnapshot) -> list[str]:
+    reading, headroom, capacity = engine.reading, engine.headroom, engine.capacity
+    lines = [f"{target.name} engine {reading.engine}, {engine.model_name}"]
+    if headroom is None or headroom.used is None or headroom.free is None or capacity is None:
+        return [*lines, "  the engine does not tell its KV cache"]
+    filled = round(_BAR_WIDTH * headroom.used.blocks / capacity.usable_blocks)
+    lines += [
+        f"  KV cache  [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {headroom.used.blocks / capacity.usable_blocks:6.1%}",
+        f"  in use    {headroom.used.blocks:>8,} of {capacity.usable_blocks:,} blocks{_gib(headroom.used.size_bytes)}",
+        f"  free      {headroom.free.blocks:>8,} blocks{_gib(headroom.free.size_bytes)}",
+        f"  requests  {reading.num_requests_running or 0:>8,} running, {reading.num_requests_waiting or 0:,} waiting, "
+        f"{reading.num_preemptions or 0:,} preempted so far",
+    ]
+    for slots in headroom.slots:
+        tokens = slots.length if slots.tokens is None else f"{slots.tokens:,}"
+        remaining = _or_unknown(slots.remaining)
+        lines.append(f"  fits now  {remaining:>8} more requests of {tokens} tokens ({slots.slots:,} when empty)")
+    return lines
+
+
+def _engine_summary(engine: EngineSnapshot) -> str:
+    reading, headroom = engine.reading, engine.headroom
+    usage = "?" if reading.usage_ratio is None else f"{reading.usage_ratio:.3f}"
+    by_length = () if headroom is None else headroom.slots
+    slots = "".join(f" slots[{slot.length}]={_or_unknown(slot.remaining)}/{slot.slots}" for slot in by_length)
+    return (
+        f"usage={usage} running={_or_unknown(reading.num_requests_running)} waiting={_or_unknown(reading.num_requests_waiting)} "
+        f"preemptions={_or_unknown(reading.num_preemptions)}{slots}"
+    )
+
+
+def _gib(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f" ({size_bytes / 1024**3:.1f} GiB)"
+
+
+def _or_unknown(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"

@@ -1,0 +1,88 @@
+"""What the sources read: immutable values that cross from `sources/` into the core.
+
+Every field that is not known is None. Ratios are 0-1, sizes are bytes, block counts are whole blocks of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+_NO_COUNTS: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class EngineReading:
+    """One vLLM engine (one data-parallel rank) as its /metrics page describes it.
+
+    `num_gpu_blocks` is vLLM's own count for this engine, null block included; `usable_blocks` is what requests can hold, and
+    `used_blocks` what they hold now. `kv_cache_size_tokens` and `kv_cache_max_concurrency` are the engine's own figures
+    (vLLM 0.24 and later). `ambiguous` is set when the page held several different samples for this engine and the largest was
+    taken. `awake` is None when the page does not tell (vLLM before 0.11).
+    """
+
+    engine: str
+    model_name: str | None = None
+    usage_ratio: float | None = None
+    num_gpu_blocks: int | None = None
+    usable_blocks: int | None = None
+    used_blocks: int | None = None
+    block_size: int | None = None
+    cache_dtype: str | None = None
+    enable_prefix_caching: bool | None = None
+    kv_cache_size_tokens: int | None = None
+    kv_cache_max_concurrency: float | None = None
+    num_requests_running: int | None = None
+    num_requests_waiting: int | None = None
+    num_requests_waiting_by_reason: Mapping[str, int] = field(default_factory=lambda: _NO_COUNTS)
+    num_preemptions: int | None = None
+    prompt_tokens: int | None = None
+    generation_tokens: int | None = None
+    prefix_cache_queries_tokens: int | None = None
+    prefix_cache_hits_tokens: int | None = None
+    awake: bool | None = None
+    ambiguous: bool = False
+
+
+@dataclass(frozen=True)
+class PageReading:
+    """One /metrics page: its engines in order, and how many samples were dropped because their value cannot be true."""
+
+    engines: tuple[EngineReading, ...]
+    invalid_samples: int = 0
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What /v1/models says of the base model: its first served name, `max_model_len` (tokens), `root` (a path or hub name)."""
+
+    model_name: str | None = None
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU as NVML reports it.
+
+    `memory_used_bytes` excludes the driver's reserved part when `memory_reserved_bytes` is known (NVML memory v2), and includes
+    it when that is None (v1). A GPU that was seen before and no longer answers has `lost` set and no memory figures.
+    """
+
+    uuid: str
+    index: int | None = None
+    name: str | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class NvmlReading:
+    """All GPUs of this machine at one moment; `device_errors` counts failed device calls by NVML error name in lower case."""
+
+    gpus: tuple[GpuReading, ...]
+    driver_version: str | None = None
+    device_errors: Mapping[str, int] = field(default_factory=lambda: _NO_COUNTS)

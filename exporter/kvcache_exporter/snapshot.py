@@ -1,0 +1,64 @@
+"""What the poller publishes: one immutable Snapshot of engines, GPUs and the health of every source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcache_exporter.capacity import Capacity
+from kvcache_exporter.headroom import Headroom
+from kvcache_exporter.kv_cache_spec import KVCacheLayout
+from kvcache_exporter.readings import EngineReading, NvmlReading
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """One engine: what it reported and what follows from it. `model_name` is "" when nothing tells it."""
+
+    reading: EngineReading
+    model_name: str
+    layout: KVCacheLayout | None = None
+    capacity: Capacity | None = None
+    headroom: Headroom | None = None
+
+
+@dataclass(frozen=True)
+class TargetSnapshot:
+    """One configured target. `read_at` is when its page was read (Unix seconds); None means that the last poll gave no page."""
+
+    name: str
+    url: str
+    read_at: float | None = None
+    engines: tuple[EngineSnapshot, ...] = ()
+    vllm_version: str | None = None
+    max_model_len: int | None = None
+    max_model_len_source: str | None = None
+    tensor_parallel_size: int | None = None
+    max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True)
+class SourceHealth:
+    """Health of one source of one target; `target` is "" for a source of the whole machine (NVML).
+
+    `errors` counts failures by reason since start. `message` is the sentence for the last failure, None when up.
+    """
+
+    target: str
+    source: str
+    up: bool
+    last_success_at: float | None
+    duration_seconds: float | None
+    errors: Mapping[str, int]
+    message: str | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that one scrape shows. Times are Unix seconds."""
+
+    at: float
+    targets: tuple[TargetSnapshot, ...]
+    health: tuple[SourceHealth, ...]
+    nvml: NvmlReading | None = None
+    nvml_read_at: float | None = None

@@ -1,0 +1,1 @@
+"""Where readings come from: each module fetches and parses one kind of source and raises SourceError."""

@@ -1,0 +1,284 @@
+"""A vLLM server, 0.6 to 0.33: its /metrics page, /v1/models and /version.
+
+What each family means, by version, was read in vLLM's `v1/metrics/loggers.py` and `v1/core/block_pool.py`, and checked on pages
+recorded from real engines. Fetching (VllmClient) and parsing (parse_*) are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from kvcache_exporter.errors import SourceError
+from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
+from kvcache_exporter.sources.exposition import Sample, samples
+from kvcache_exporter.sources.http import HttpClient
+
+# With this, and no slash behind /metrics, every version answers in the plain text format with unescaped names.
+_ACCEPT_METRICS = "text/plain;version=0.0.4;q=1,*/*;q=0.1"
+_EXPOSITION_TYPES = ("", "text/plain", "application/openmetrics-text")
+
+_USAGE = "kv_cache_usage_perc"
+_USAGE_BEFORE_0_9 = "gpu_cache_usage_perc"
+_GAUGES = (_USAGE, _USAGE_BEFORE_0_9, "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason")
+# The prefix-cache counters with `gpu_` in front count blocks in vLLM 0.7 and 0.8, tokens later: only the later names are read.
+_COUNTERS = (
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+)
+# Ray puts its own prefix in front, and some paths turn the colon into an underscore.
+_NAME = re.compile(
+    r"(?:ray_)?vllm[:_](?:("
+    + "|".join(_GAUGES)
+    + "|engine_sleep_state|cache_config_info)|("
+    + "|".join(_COUNTERS)
+    + r")(?:_total)?)"
+)
+_NAME_BYTES = re.compile(_NAME.pattern.encode("ascii"))
+# Floats that stand for 1 may come out a little above it.
+_USAGE_ROUNDING = 1e-6
+
+
+class VllmClient:
+    """One vLLM server. `base_url` is its address without /metrics; `http` says how to reach it."""
+
+    def __init__(self, base_url: str, http: HttpClient) -> None:
+        self._base_url = base_url.rstrip("/").removesuffix("/metrics")
+        self._http = http
+
+    def metrics(self) -> PageReading:
+        """Read /metrics. Raises SourceError; a page without vLLM series (statistics off) gives no engines."""
+        url = f"{self._base_url}/metrics"
+        body = self._http.get(url, accept=_ACCEPT_METRICS)
+        if body.media_type not in _EXPOSITION_TYPES or body.content.lstrip()[:1] == b"<":
+            raise SourceError(
+                "not_an_exposition", f"{url} answered {body.media_type or 'an untyped page'}, which is not Prometheus text"
+            )
+        return parse_metrics(body.content)
+
+    def served_model(self) -> ServedModel:
+        """Read /v1/models. Raises SourceError; needs the bearer token where the engine has an API key."""
+        url = f"{self._base_url}/v1/models"
+        return parse_models(_json_object(url, self._http.get(url, accept="application/json").content))
+
+    def version(self) -> str | None:
+        """Read /version, such as `0.32.0`. Raises SourceError; None when the answer names none."""
+        url = f"{self._base_url}/version"
+        version = _json_object(url, self._http.get(url, accept="application/json").content).get("version")
+        return version if isinstance(version, str) else None
+
+
+def parse_models(answer: Mapping[str, Any]) -> ServedModel:
+    """The base model in the answer of /v1/models: its first entry without a parent (LoRA adapters have one)."""
+    entries = answer.get("data")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping) and entry.get("parent") is None:
+            length = entry.get("max_model_len")
+            return ServedModel(
+                model_name=entry["id"] if isinstance(entry.get("id"), str) else None,
+                max_model_len=length if isinstance(length, int) and length > 0 else None,
+                root=entry["root"] if isinstance(entry.get("root"), str) else None,
+            )
+    return ServedModel()
+
+
+def parse_metrics(body: bytes) -> PageReading:
+    """Read the engines of one /metrics page, in the order of their index.
+
+    Raises SourceError (`parse`) when any line of the page is no sample.
+    """
+    page = _Page()
+    for sample in samples(body, _NAME_BYTES):
+        page.add(sample)
+    return page.reading()
+
+
+@dataclass
+class _Engine:
+    """What the page says of one engine while it is being read. A value that cannot be true is kept as None."""
+
+    values: dict[str, float | None] = field(default_factory=dict)
+    waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    sleep_state: dict[str, float | None] = field(default_factory=dict)
+    model_name: str | None = None
+    has_engine_label: bool = False
+    ambiguous: bool = False
+
+
+class _Page:
+    """The engines of one page while it is being read.
+
+    They are joined by the `engine` label alone, since families differ in `model_name`; a page of vLLM V0 has no such label and
+    one engine, "0".
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[str, _Engine] = {}
+        self._cache_config: dict[str | None, Mapping[str, str]] = {}
+        self._invalid_samples = 0
+
+    def add(self, sample: Sample) -> None:
+        match = _NAME.fullmatch(sample.name)
+        if match is None:
+            return
+        name = match[1] or match[2]
+        label = sample.labels.get("engine")
+        if name == "cache_config_info":
+            self._cache_config[label] = sample.labels
+            return
+        engine = self._engines.setdefault(label or "0", _Engine())
+        engine.has_engine_label |= label is not None
+        if engine.model_name is None or name == _USAGE:
+            engine.model_name = sample.labels.get("model_name")
+        value = _valid(name, sample.value)
+        self._invalid_samples += value is None
+        if name == "engine_sleep_state":
+            engine.sleep_state[sample.labels.get("sleep_state", "")] = value
+        elif name == "num_requests_waiting_by_reason":
+            if value is not None:
+                engine.waiting_by_reason[sample.labels.get("reason", "")] = round(value)
+        elif name in engine.values:
+            # One engine, several samples: API-server processes (`pid`) or Ray replicas that saw it at other moments. The
+            # largest is a safe bound of usage; a sum or a mean is nobody's usage.
+            engine.ambiguous |= name in _GAUGES
+            engine.values[name] = max((v for v in (engine.values[name], value) if v is not None), default=None)
+        else:
+            engine.values[name] = value
+
+    def reading(self) -> PageReading:
+        for label in self._cache_config:
+            if label is not None or not self._engines:
+                self._engines.setdefault(label or "0", _Engine(has_engine_label=label is not None))
+        blocks = _num_gpu_blocks_by_engine(self._cache_config)
+        engines = []
+        for name in sorted(self._engines, key=lambda engine: (len(engine), engine)):
+            label = name if name in self._cache_config else None
+            engines.append(_engine_reading(name, self._engines[name], self._cache_config.get(label, {}), blocks.get(label)))
+        return PageReading(tuple(engines), self._invalid_samples)
+
+
+def _engine_reading(name: str, engine: _Engine, config: Mapping[str, str], num_gpu_blocks: int | None) -> EngineReading:
+    usage = engine.values.get(_USAGE) if _USAGE in engine.values else engine.values.get(_USAGE_BEFORE_0_9)
+    pool = _Pool.of(engine, config, num_gpu_blocks)
+    concurrency = _number(config.get("kv_cache_max_concurrency"))
+    awake = engine.sleep_state.get("awake")
+    return EngineReading(
+        engine=name,
+        model_name=engine.model_name,
+        usage_ratio=usage,
+        num_gpu_blocks=num_gpu_blocks,
+        usable_blocks=None if pool is None else pool.usable_blocks,
+        used_blocks=None if pool is None or usage is None else pool.used_blocks(usage),
+        # Without a block count the labels are the front-end's copy from before the engine resolved them (vLLM 0.8 V1).
+        block_size=None if num_gpu_blocks is None else _whole(config.get("block_size")),
+        cache_dtype=config.get("cache_dtype"),
+        enable_prefix_caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
+        kv_cache_size_tokens=_whole(config.get("kv_cache_size_tokens")),
+        kv_cache_max_concurrency=concurrency if concurrency is not None and concurrency > 0 else None,
+        num_requests_running=_count(engine, "num_requests_running"),
+        num_requests_waiting=_count(engine, "num_requests_waiting"),
+        num_requests_waiting_by_reason=MappingProxyType(dict(sorted(engine.waiting_by_reason.items()))),
+        num_preemptions=_count(engine, "num_preemptions"),
+        prompt_tokens=_count(engine, "prompt_tokens"),
+        generation_tokens=_count(engine, "generation_tokens"),
+        prefix_cache_queries_tokens=_count(engine, "prefix_cache_queries"),
+        prefix_cache_hits_tokens=_count(engine, "prefix_cache_hits"),
+        awake=None if awake is None else awake == 1,
+        ambiguous=engine.ambiguous,
+    )
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """How the usage gauge of this version counts: usage = (used + `always_used`) / `divisor`."""
+
+    usable_blocks: int
+    divisor: int
+    always_used: int
+
+    @classmethod
+    def of(cls, engine: _Engine, config: Mapping[str, str], num_gpu_blocks: int | None) -> _Pool | None:
+        if num_gpu_blocks is None:
+            return None
+        since_0_10_2 = "kv_cache_memory_bytes" in config
+        if not engine.has_engine_label and not since_0_10_2:
+            # V0 has no null block.
+            return cls(num_gpu_blocks, num_gpu_blocks, 0)
+        usable = num_gpu_blocks - 1
+        if "swap_space" in config and not since_0_10_2:
+            # The first V1 releases count the null block as used: an idle engine reads 1/num_gpu_blocks.
+            return cls(usable, num_gpu_blocks, 1)
+        return cls(usable, usable, 0)
+
+    def used_blocks(self, usage_ratio: float) -> int:
+        return min(self.usable_blocks, max(0, round(usage_ratio * self.divisor) - self.always_used))
+
+
+def _num_gpu_blocks_by_engine(configs: Mapping[str | None, Mapping[str, str]]) -> dict[str | None, int]:
+    """Blocks of each engine, null block included.
+
+    With data parallelism the label is the sum over the ranks, repeated on each. A rank's own share follows exactly from its
+    `kv_cache_max_concurrency` (its blocks over a cost that all ranks share); without that label, an even split is the only one
+    that can be stated, and a sum that does not divide is left unknown.
+    """
+    totals = {label: _whole(config.get("num_gpu_blocks")) for label, config in configs.items()}
+    ranks = len(configs)
+    concurrency = {label: _number(config.get("kv_cache_max_concurrency")) or 0.0 for label, config in configs.items()}
+    concurrency_sum = sum(concurrency.values())
+    blocks = {}
+    for label, total in totals.items():
+        if total is None:
+            continue
+        if ranks == 1:
+            blocks[label] = total
+        elif all(concurrency.values()):
+            blocks[label] = round(total * concurrency[label] / concurrency_sum)
+        elif total % ranks == 0:
+            blocks[label] = total // ranks
+    return blocks
+
+
+def _valid(name: str, value: float) -> float | None:
+    """The value, or None when no engine can be in that state (seen in the field: negative usage, NaN, percent)."""
+    if not math.isfinite(value) or value < 0:
+        return None
+    if name in (_USAGE, _USAGE_BEFORE_0_9):
+        return min(value, 1.0) if value <= 1 + _USAGE_ROUNDING else None
+    return value
+
+
+def _count(engine: _Engine, name: str) -> int | None:
+    value = engine.values.get(name)
+    return None if value is None else round(value)
+
+
+def _number(label: str | None) -> float | None:
+    """A number in a label of cache_config_info, where every attribute is printed as Python prints it: "None" is common."""
+    try:
+        value = float(label or "None")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _whole(label: str | None) -> int | None:
+    value = _number(label)
+    return int(value) if value is not None and value >= 1 else None
+
+
+def _json_object(url: str, body: bytes) -> Mapping[str, Any]:
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise SourceError("parse", f"{url} did not answer JSON: {error}") from error
+    if not isinstance(answer, dict):
+        raise SourceError("parse", f"{url} answered JSON that is not an object")
+    return answer

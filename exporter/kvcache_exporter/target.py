@@ -1,0 +1,162 @@
+"""One vLLM server: its page at every tick, and the facts that hold while it runs, asked once and again after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvcache_exporter.capacity import REPORTED, capacity_of
+from kvcache_exporter.config import TargetConfig
+from kvcache_exporter.errors import SourceError, UnsupportedModelError
+from kvcache_exporter.headroom import headroom_of
+from kvcache_exporter.job import Outcome, attempt
+from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
+from kvcache_exporter.model_config import ModelConfig, parse_model_config
+from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
+from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
+from kvcache_exporter.sources.model_files import load_config_json
+from kvcache_exporter.sources.vllm import VllmClient
+
+CONFIGURED = "configured"
+
+SOURCE_PAGE = "vllm"
+SOURCE_MODELS = "vllm_models"
+SOURCE_VERSION = "vllm_version"
+SOURCE_MODEL_CONFIG = "model_config"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change while a server runs; None where it is not known yet or cannot be had."""
+
+    served: ServedModel | None = None
+    version: str | None = None
+    model: ModelConfig | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to ask."""
+        return self.served is not None and self.version is not None and self.model is not None
+
+
+@dataclass(frozen=True)
+class FactsReading:
+    """Facts after one attempt to complete them, and how each source that was asked answered."""
+
+    facts: Facts
+    outcomes: Mapping[str, Outcome[Any]]
+
+
+def read_facts(config: TargetConfig, client: VllmClient, known: Facts) -> FactsReading:
+    """Ask for the facts that are not known yet. Never raises: each outcome carries its own error."""
+    outcomes: dict[str, Outcome[Any]] = {}
+
+    def ask(source: str, call: Callable[[], Any]) -> Any:  # noqa: ANN401  # one value a source, each of its own type
+        outcomes[source] = attempt(call)
+        return outcomes[source].value
+
+    served = known.served or ask(SOURCE_MODELS, client.served_model)
+    version = known.version or ask(SOURCE_VERSION, client.version)
+    root = None if served is None else served.root
+    model = known.model or ask(SOURCE_MODEL_CONFIG, lambda: parse_model_config(_config_json(config, root)))
+    return FactsReading(Facts(served, version, model), outcomes)
+
+
+def _config_json(config: TargetConfig, root: str | None) -> Mapping[str, Any]:
+    if isinstance(config.model_config, Path):
+        return load_config_json(config.model_config, root)
+    if config.model_config is not None:
+        return config.model_config
+    if root is not None and Path(root).is_absolute() and Path(root).exists():
+        return load_config_json(Path(root))
+    where = "the engine does not tell its model's path" if root is None else f"the engine's model {root!r} is not a path here"
+    raise SourceError("missing", f"{where} and no model_config is set: give the path of config.json for bytes and slots")
+
+
+def target_snapshot(
+    config: TargetConfig, page: PageReading, read_at: float, facts: Facts, request_lengths: Sequence[int]
+) -> tuple[TargetSnapshot, UnsupportedModelError | None]:
+    """What one page means, given the facts; and why no layout could be made, if so (blocks and counts go on without one)."""
+    reported = None if facts.served is None else facts.served.max_model_len
+    max_model_len = reported or config.max_model_len
+    refusal: UnsupportedModelError | None = None
+    engines = []
+    for reading in page.engines:
+        layout = None
+        try:
+            layout = _layout(config, facts.model, reading)
+        except UnsupportedModelError as error:
+            refusal = error
+        engines.append(_engine_snapshot(config, reading, layout, facts.served, max_model_len, request_lengths))
+    snapshot = TargetSnapshot(
+        name=config.name,
+        url=config.url,
+        read_at=read_at,
+        engines=tuple(engines),
+        vllm_version=facts.version,
+        max_model_len=max_model_len,
+        max_model_len_source=None if max_model_len is None else (REPORTED if reported else CONFIGURED),
+        tensor_parallel_size=config.tensor_parallel_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    return snapshot, refusal
+
+
+def _layout(config: TargetConfig, model: ModelConfig | None, reading: EngineReading) -> KVCacheLayout | None:
+    if model is None or reading.block_size is None:
+        return None
+    engine = EngineConfig(
+        block_size=reading.block_size,
+        kv_cache_dtype=reading.cache_dtype or "auto",
+        dtype=config.dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    return kv_cache_layout(model, engine)
+
+
+def _engine_snapshot(
+    config: TargetConfig,
+    reading: EngineReading,
+    layout: KVCacheLayout | None,
+    served: ServedModel | None,
+    max_model_len: int | None,
+    request_lengths: Sequence[int],
+) -> EngineSnapshot:
+    snapshot = EngineSnapshot(
+        reading=reading,
+        model_name=reading.model_name or (None if served is None else served.model_name) or "",
+        layout=layout,
+        capacity=capacity_of(reading, layout, max_model_len),
+    )
+    if snapshot.capacity is None:
+        return snapshot
+    headroom = headroom_of(
+        reading,
+        snapshot.capacity,
+        layout,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        request_lengths=request_lengths,
+    )
+    return replace(snapshot, headroom=headroom)
+
+
+def has_restarted(before: PageReading, after: PageReading) -> bool:
+    """Whether the server behind two pages is not the same run: a counter went down, or the pools changed."""
+    earlier = {engine.engine: engine for engine in before.engines}
+    for engine in after.engines:
+        old = earlier.get(engine.engine)
+        if old is None:
+            continue
+        if old.num_gpu_blocks != engine.num_gpu_blocks:
+            return True
+        for a, b in (
+            (old.prompt_tokens, engine.prompt_tokens),
+            (old.generation_tokens, engine.generation_tokens),
+            (old.num_preemptions, engine.num_preemptions),
+        ):
+            if a is not None and b is not None and b < a:
+                return True
+    return False
