@@ -159,6 +159,10 @@ class _Section:
             self.problem(key, str(error))
             return default
 
+    def gives(self, key: str) -> bool:
+        """Whether the file has a value for `key`, good or not."""
+        return self._construct(key) is not None
+
     def items(self, key: str) -> list[yaml.Node]:
         """Nodes of the list under `key`."""
         self._known.add(key)
@@ -204,7 +208,7 @@ def _targets(top: _Section) -> tuple[TargetConfig, ...]:
 
 def _target(section: _Section) -> TargetConfig | None:
     url = section.take("url", _url, None)
-    if url is None and not any("url" in problem for problem in section.problems):
+    if not section.gives("url"):
         section.problem("url", "is missing; give the engine's address, such as http://127.0.0.1:8000")
     folder = section.path.parent
     target = TargetConfig(

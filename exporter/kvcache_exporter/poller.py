@@ -79,9 +79,13 @@ class Poller:
         timeout = self._config.poll_timeout_seconds
         deadline = time.monotonic() + timeout + _GRACE_SECONDS
         for target in self._targets:
-            target.start(now)
+            target.start_page()
         if self._gpus is not None:
             self._gpus.start()
+        # Facts come after the page, not beside it: an engine is asked one thing at a time, and one that is down only for its page.
+        for target in self._targets:
+            target.finish_page(now, deadline, self._health)
+            target.start_facts(now)
         targets = tuple(target.finish(now, deadline, self._health) for target in self._targets)
         nvml = None if self._gpus is None else self._gpus.finish(now, deadline, timeout, self._health)
         snapshot = Snapshot(
@@ -161,29 +165,16 @@ class _TargetState:
         self._facts_outdated = False
         self._ask_facts_at = 0.0
 
-    def start(self, now: float) -> None:
-        """Begin what is due: the page, and the facts that are still missing."""
+    def start_page(self) -> None:
+        """Begin to read the page, unless it is one to skip or the one before has not come back."""
         if not self._skip_page and self._page_job.start():
             self._timed_out = False
-        if not self._facts_pending and not self._facts.complete and now >= self._ask_facts_at:
-            self._facts_pending = self._facts_job.start()
 
-    def finish(self, now: float, deadline: float, health: HealthBook) -> TargetSnapshot:
-        """Wait for what was begun and say what the target looks like."""
+    def finish_page(self, now: float, deadline: float, health: HealthBook) -> None:
+        """Wait for the page; one that does not come, or fails, leaves none."""
         if self._skip_page:
             self._skip_page = False
-        else:
-            self._finish_page(now, deadline, health)
-        if self._facts_pending:
-            self._finish_facts(now, deadline, health)
-        if self._page is None:
-            return TargetSnapshot(name=self._target.name, url=self._target.url)
-        snapshot, refusal = target_snapshot(self._target, self._page, self._read_at, self._facts, self._config.request_lengths)
-        if refusal is not None:
-            health.failure(self._target.name, SOURCE_MODEL_CONFIG, refusal, duration_seconds=0.0)
-        return snapshot
-
-    def _finish_page(self, now: float, deadline: float, health: HealthBook) -> None:
+            return
         before, self._page = self._page, None
         outcome = self._page_job.finish(deadline - time.monotonic())
         if outcome is None:
@@ -205,6 +196,22 @@ class _TargetState:
             self._facts = Facts()
             self._facts_outdated = self._facts_pending
             self._ask_facts_at = 0.0
+
+    def start_facts(self, now: float) -> None:
+        """Begin to ask for the facts that are missing, if the server answers and it is time."""
+        if self._page is not None and not self._facts_pending and not self._facts.complete and now >= self._ask_facts_at:
+            self._facts_pending = self._facts_job.start()
+
+    def finish(self, now: float, deadline: float, health: HealthBook) -> TargetSnapshot:
+        """Wait for the facts and say what the target looks like."""
+        if self._facts_pending:
+            self._finish_facts(now, deadline, health)
+        if self._page is None:
+            return TargetSnapshot(name=self._target.name, url=self._target.url)
+        snapshot, refusal = target_snapshot(self._target, self._page, self._read_at, self._facts, self._config.request_lengths)
+        if refusal is not None:
+            health.failure(self._target.name, SOURCE_MODEL_CONFIG, refusal, duration_seconds=0.0)
+        return snapshot
 
     def _finish_facts(self, now: float, deadline: float, health: HealthBook) -> None:
         outcome = self._facts_job.finish(deadline - time.monotonic())

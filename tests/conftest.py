@@ -1,0 +1,32 @@
+"""Fixtures and options of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import Upstream
+
+pytest_plugins = ["fake_nvml.plugin"]
+
+PROMETHEUS = Path(__file__).parent.parent / ".cache" / "prometheus" / "bin"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden pages anew instead of comparing with them")
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    """A scripted HTTP server on loopback, in the place of a vLLM server."""
+    with Upstream() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> Path:
+    """The folder of the real `prometheus` and `promtool`; `make test` puts them there."""
+    if not (PROMETHEUS / "promtool").exists():
+        pytest.fail(f"no prometheus in {PROMETHEUS}: run `make suite`, or tests/tools/get-prometheus .cache/prometheus")
+    return PROMETHEUS
