@@ -23,8 +23,8 @@ suite: $(VENV)/.test-ready .cache/prometheus/bin/prometheus  ## The test suite o
 pythons: .cache/prometheus/bin/prometheus  ## The test suite on every other Python from 3.10 to 3.13 that this machine has.
 	tests/tools/each-python
 
-golden: $(VENV)/.test-ready  ## Write the golden pages anew, to be read as a diff.
-	$(BIN)/python -m pytest tests/test_golden.py --update-golden
+golden: $(VENV)/.test-ready  ## Write the golden pages and the metric reference anew, to be read as a diff.
+	$(BIN)/python -m pytest tests/test_golden.py tests/test_docs.py --update-golden
 
 test-vllm: $(VENV)/.test-ready  ## Compare every number with a real vLLM on this machine's CPU (about 4 GB of downloads).
 	tests/vllm/run

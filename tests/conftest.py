@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from lab import Upstream
 
 pytest_plugins = ["fake_nvml.plugin"]

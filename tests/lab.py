@@ -5,8 +5,10 @@ The expectation of a test is the exposition text, read back with prometheus_clie
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import socket
 import ssl
 import threading
 import time
@@ -55,7 +57,10 @@ class Reply:
 
 
 class Upstream:
-    """An HTTP server on loopback, with TLS if given (certificate, key). `replies` maps a path to a Reply; `requests` lists (path, headers) of what was asked."""
+    """An HTTP server on loopback, with TLS if given (certificate, key).
+
+    `replies` maps a path to a Reply; `requests` lists (path, headers) of what was asked.
+    """
 
     def __init__(self, *, tls: tuple[Path, Path] | None = None) -> None:
         self.replies: dict[str, Reply] = {}
@@ -96,10 +101,8 @@ class Upstream:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 upstream.requests.append((self.path, dict(self.headers.items())))
-                try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._answer(upstream.replies.get(self.path, Reply(b"not found", status=404)))
-                except (BrokenPipeError, ConnectionResetError):
-                    pass
 
             def _answer(self, reply: Reply) -> None:
                 if upstream._closing.wait(reply.delay_seconds):
@@ -154,7 +157,7 @@ class Lab:
         """The page that a scrape gets now."""
         return generate_latest(self.registry).decode()
 
-    def samples(self, name: str, **only: str) -> dict[Labels, float]:
+    def samples(self, name: str, /, **only: str) -> dict[Labels, float]:
         """Samples of one name whose labels include `only`, by their other labels; the target is left out."""
         found = {}
         for family in text_string_to_metric_families(self.text()):
@@ -167,7 +170,7 @@ class Lab:
                     found[key] = sample.value
         return found
 
-    def value(self, name: str, **only: str) -> float | None:
+    def value(self, name: str, /, **only: str) -> float | None:
         """The one value of a name, whatever its other labels; None when there is no sample."""
         found = self.samples(name, **only)
         assert len(found) <= 1, f"{len(found)} samples of {name}: {found}"
@@ -193,3 +196,11 @@ def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> Non
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+
 from lab import DATA, Upstream, capture, lab_for
 
 EXPECTED: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads((DATA / "vllm" / "expected.json").read_text())

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from lab import CASES, LLAMA_8B, Lab, Reply, Upstream, lab_for, models_answer
 
 from kvcache_exporter.config import TargetConfig
+from lab import CASES, LLAMA_8B, Lab, Reply, Upstream, lab_for, models_answer
 
 
 def page(case: str, name: str = "metrics") -> bytes:
@@ -193,7 +193,7 @@ def _scripted(step: dict[str, Any]) -> Reply:
 
 @pytest.mark.parametrize("reply", [Reply(page("01", "new"), delay_seconds=24), Reply(page("01", "new"), drip_seconds=0.2)])
 def test_22_slow_upstream(upstream: Upstream, reply: Reply) -> None:
-    """An engine that answers late, or a byte at a time, meets one total deadline; values go, the reason stays, nothing piles up."""
+    """An engine that answers late, or a byte at a time, meets one total deadline: values go, and nothing piles up."""
     lab = Lab(TargetConfig(name="t", url=upstream.url), poll_timeout_seconds=0.3)
     upstream.page(page("01", "new"))
     assert lab.poll().value("kvcache_usage_ratio") == 0.32
@@ -323,7 +323,7 @@ def test_65_a_scrape_sees_one_snapshot(upstream: Upstream) -> None:
 
     thread = threading.Thread(target=alternate)
     thread.start()
-    seen = set()
+    seen: set[frozenset[str]] = set()
     try:
         deadline = time.monotonic() + 10
         while (seen != both or len(scrapes) < 60) and time.monotonic() < deadline:

@@ -141,7 +141,8 @@ TARGETS = "targets: [{url: http://a:1}]\n"
         ),
         (
             TARGETS + "listen_address: '::1:9948'",
-            "/etc/kvcache/config.yml:2: listen_address: '::1:9948' is not host:port; an IPv6 address needs brackets, such as [::]:9948",
+            "/etc/kvcache/config.yml:2: listen_address: '::1:9948' is not host:port; an IPv6 address needs brackets, "
+            "such as [::]:9948",
         ),
         (
             "targets: [{url: http://a:1, tensor_parallel_size: true}]",

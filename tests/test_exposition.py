@@ -7,13 +7,13 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab import capture
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_exporter.errors import SourceError
 from kvcache_exporter.sources.exposition import Sample, samples
+from lab import capture
 
 ANY = re.compile(rb".*")
 
@@ -41,15 +41,18 @@ def test_any_label_value_comes_back(text: str, value: float) -> None:
     """Quotes, backslashes, newlines, braces, commas: what the library escapes, the parser gives back, in both text formats."""
     registry = CollectorRegistry()
     Gauge("g", "documentation", ["a", "b"], registry=registry).labels(text, "x").set(value)
-    for page in (generate_latest(registry), generate_openmetrics(registry)):
+    for page in (generate_latest(registry), openmetrics.generate_latest(registry)):  # type: ignore[no-untyped-call]
         assert read(page) == [Sample("g", {"a": text, "b": "x"}, value)]
 
 
 @given(st.binary())
 def test_garbage_is_samples_or_one_clear_error(body: bytes) -> None:
+    error = None
     try:
         read(body)
-    except SourceError as error:
+    except SourceError as raised:
+        error = raised
+    if error is not None:
         assert error.reason == "parse"
         assert re.match(r"line \d+ of the page is not a Prometheus sample: ", str(error))
 

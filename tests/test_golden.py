@@ -1,7 +1,7 @@
 """Each recorded page, and the page of ours that it becomes, to the byte; a changed name or HELP shows as a diff.
 
-`make golden` writes them anew. Recorded engines served tiny-llama with max_model_len 4096; of the pages that a version's own logger
-wrote without an engine (`.driven`) nothing but the page is known.
+`make golden` writes them anew. Recorded engines served tiny-llama with max_model_len 4096; of the pages that a version's own
+logger wrote without an engine (`.driven`) nothing but the page is known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lab import DATA, TINY_LLAMA, capture
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvcache_exporter.collector import KVCacheCollector
@@ -20,6 +19,7 @@ from kvcache_exporter.readings import ServedModel
 from kvcache_exporter.snapshot import Snapshot
 from kvcache_exporter.sources.vllm import parse_metrics
 from kvcache_exporter.target import Facts, target_snapshot
+from lab import DATA, TINY_LLAMA, capture
 
 CAPTURES = sorted(file.name.removesuffix(".prom.gz") for file in (DATA / "vllm").glob("*.prom.gz"))
 NOW = 1_800_000_000.0

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab import LLAMA_8B
 
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.headroom import Headroom, headroom_of
 from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
 from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import EngineReading
+from lab import LLAMA_8B
 
 LAYOUT = kv_cache_layout(parse_model_config(LLAMA_8B), EngineConfig(block_size=16))
 
@@ -99,7 +99,7 @@ def test_a_waiting_request_is_served_first(queue: dict[str, Any]) -> None:
 
 
 def test_a_deferred_request_does_not_wait_for_blocks() -> None:
-    queue = {"num_requests_waiting": 2, "num_requests_waiting_by_reason": {"capacity": 0, "deferred": 2}}
+    queue: dict[str, Any] = {"num_requests_waiting": 2, "num_requests_waiting_by_reason": {"capacity": 0, "deferred": 2}}
     assert slots(headroom(reading(**queue), request_lengths=(16,))) == {"16": (1000, 600)}
 
 

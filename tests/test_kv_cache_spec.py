@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab import LLAMA_8B
 
 from kvcache_exporter.capacity import kv_cache_size_tokens, num_gpu_blocks_for
 from kvcache_exporter.errors import UnsupportedModelError
 from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
 from kvcache_exporter.model_config import ModelConfig, parse_model_config
+from lab import LLAMA_8B
 
 GIB = 1024**3
 
@@ -32,7 +32,7 @@ def test_llama_3_1_8b_takes_131072_bytes_a_token() -> None:
     [(8, 8192, 57), (8, 4096, 115), (2, 8192, 230)],
 )
 def test_requests_on_an_h100(kv_heads: int, length: int, requests: int) -> None:
-    """80 GiB at utilization 0.92, less 16 GiB of weights and the rest, in requests of one length; the null block is not usable."""
+    """80 GiB at utilization 0.92, less 16 GiB of weights and the rest, in requests of one length; no use of the null block."""
     cache = layout(llama(num_key_value_heads=kv_heads))
     usable_blocks = num_gpu_blocks_for(cache, int(80 * GIB * 0.92) - 16 * GIB) - 1
     assert usable_blocks // cache.blocks_for_request(length) == requests

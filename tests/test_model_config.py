@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from lab import LLAMA_8B
 
 from kvcache_exporter.errors import UnsupportedModelError
 from kvcache_exporter.model_config import parse_model_config
+from lab import LLAMA_8B
 
 PLAIN: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -121,8 +121,8 @@ def test_cache_format_of_the_checkpoint(quantization: Mapping[str, Any], expecte
         ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "LlamaForCausalLM with layer_types = ['sliding_attention'] is not plain full attention, so its KV-cache bytes are not "
-            "stated; figures in blocks go on",
+            "LlamaForCausalLM with layer_types = ['sliding_attention'] is not plain full attention, so its KV-cache bytes are "
+            "not stated; figures in blocks go on",
         ),
         ({"num_key_value_heads": 0}, "LlamaForCausalLM: num_key_value_heads = 0 is not a positive whole number"),
         ({"num_key_value_heads": 5}, "LlamaForCausalLM: 32 attention heads cannot share 5 KV heads evenly"),

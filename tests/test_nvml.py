@@ -19,8 +19,6 @@ from kvcache_exporter.errors import SourceError
 from kvcache_exporter.readings import GpuReading
 from kvcache_exporter.sources.nvml import NvmlSource
 
-pytest_plugins = ["fake_nvml.plugin"]
-
 CASES = Path(__file__).with_name("data") / "cases"
 
 TOTAL, RESERVED, FREE, USED = 85520809984, 577765376, 7864320000, 77078724608
@@ -140,7 +138,7 @@ def test_failed_shutdown_does_not_pile_up_sessions(fake_nvml: FakeNvml, source: 
 def test_case_52_lost_gpu_is_told_by_uuid_until_it_returns(fake_nvml: FakeNvml, source: NvmlSource) -> None:
     """One bad handle hides no other GPU, indexes that move change no identity, and the flag clears when the GPU works again."""
     steps = steps_of("52-one-gpu-lost")
-    lost = GpuReading("GPU-0002", lost=True)
+    lost = GpuReading("GPU-0002", 2, "NVIDIA H100 80GB HBM3", lost=True)
 
     fake_nvml.show(steps[0])
     assert source.read().gpus == tuple(expected(index, f"GPU-000{index}") for index in range(4))
@@ -163,7 +161,7 @@ def test_case_52_lost_gpu_is_told_by_uuid_until_it_returns(fake_nvml: FakeNvml, 
 def test_gpu_lost_on_a_memory_call_is_lost_and_no_failure_of_nvml(fake_nvml: FakeNvml, source: NvmlSource) -> None:
     fake_nvml.show({"devices": [gpu(0, "GPU-aaaa", memory_v2="NVML_ERROR_GPU_IS_LOST")]})
     reading = source.read()
-    assert reading.gpus == (GpuReading("GPU-aaaa", lost=True),)
+    assert reading.gpus == (GpuReading("GPU-aaaa", 0, "NVIDIA H100 80GB HBM3", lost=True),)
     assert reading.device_errors == {"gpu_is_lost": 1}
 
 
@@ -174,7 +172,7 @@ def test_lost_gpus_are_remembered_across_sessions(fake_nvml: FakeNvml, source: N
     with pytest.raises(SourceError):
         source.read()
     fake_nvml.show({"devices": [gpu(0, "GPU-bbbb")]})
-    assert source.read().gpus == (expected(0, "GPU-bbbb"), GpuReading("GPU-aaaa", lost=True))
+    assert source.read().gpus == (expected(0, "GPU-bbbb"), GpuReading("GPU-aaaa", 0, "NVIDIA H100 80GB HBM3", lost=True))
 
 
 def test_unknown_error_of_one_gpu_leaves_the_others(fake_nvml: FakeNvml, source: NvmlSource) -> None:

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from lab import LLAMA_8B, TINY_LLAMA, Lab, Reply, Upstream, capture, lab_for, models_answer
 
 from kvcache_exporter.config import TargetConfig
+from lab import LLAMA_8B, TINY_LLAMA, Lab, Reply, Upstream, capture, lab_for, models_answer
 
 PAGE = (
     b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from lab import capture
 
 from kvcache_exporter.readings import EngineReading, ServedModel
 from kvcache_exporter.sources.vllm import parse_metrics, parse_models
+from lab import capture
 
 
 def only(body: str) -> EngineReading:
@@ -24,7 +24,7 @@ def test_null_block_is_not_usable() -> None:
 
 
 def test_first_v1_releases_count_the_null_block_as_used() -> None:
-    """vLLM 0.9: an idle engine reads 1/num_gpu_blocks, which is nothing held."""
+    """VLLM 0.9: an idle engine reads 1/num_gpu_blocks, which is nothing held."""
     labels = 'num_gpu_blocks="1000",swap_space="4"'
     idle, half = with_config(labels, usage=1 / 1000), with_config(labels, usage=0.5)
     assert (idle.usable_blocks, idle.used_blocks, half.used_blocks) == (999, 0, 499)
@@ -83,15 +83,19 @@ def test_counter_without_total_is_accepted() -> None:
 
 
 def test_prefix_cache_counts_of_blocks_are_not_tokens() -> None:
-    """vLLM 0.8 counts blocks under the names with gpu_."""
+    """VLLM 0.8 counts blocks under the names with gpu_."""
     (engine,) = parse_metrics(capture("0.8.5_v1.driven")).engines
     assert engine.prefix_cache_queries_tokens is None
 
 
 def test_sleeping_engine() -> None:
-    page = 'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {}\nvllm:engine_sleep_state{{engine="0",sleep_state="discard_all"}} {}\n'
-    assert only(page.format(1.0, 0.0)).awake is True
-    assert only(page.format(0.0, 1.0)).awake is False
+    state = 'vllm:engine_sleep_state{{engine="0",sleep_state="{}"}} {}\n'
+
+    def awake(value: float) -> bool | None:
+        return only(state.format("awake", value) + state.format("discard_all", 1 - value)).awake
+
+    assert awake(1.0) is True
+    assert awake(0.0) is False
     assert only("vllm:num_requests_running 1.0\n").awake is None
 
 

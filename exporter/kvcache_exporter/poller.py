@@ -82,7 +82,7 @@ class Poller:
             target.start_page()
         if self._gpus is not None:
             self._gpus.start()
-        # Facts come after the page, not beside it: an engine is asked one thing at a time, and one that is down only for its page.
+        # Facts come after the page, not beside it: an engine is asked one thing at a time, and one that is down only its page.
         for target in self._targets:
             target.finish_page(now, deadline, self._health)
             target.start_facts(now)

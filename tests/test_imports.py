@@ -1,0 +1,111 @@
+"""Dependencies point one way, and each third-party package is imported where its edge is, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "exporter" / "kvcache_exporter"
+
+# Each layer may import the layers above it here, and itself.
+LAYERS = (
+    {"errors", "model_config", "kv_cache_spec", "readings", "capacity", "headroom", "snapshot"},
+    {"sources", "config", "simulator", "health", "job"},
+    {"target", "poller"},
+    {"collector", "landing_page", "live_view", "logs", "server"},
+    {"serve", "demo"},
+    {"cli", "__main__"},
+)
+CORE = LAYERS[0]
+
+# What reads snapshots must not know where they come from.
+EDGES_OUT = {"collector", "landing_page", "live_view", "server"}
+
+THIRD_PARTY = {
+    "click": {"cli"},
+    "prometheus_client": {"collector", "server", "serve"},
+    "pynvml": {"sources.nvml"},
+    "requests": {"sources.http"},
+    "urllib3": {"sources.http"},
+    "yaml": {"config"},
+    "_typeshed": {"server"},
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        if name != "__init__":
+            yield name, file
+
+
+MODULES = dict(modules())
+
+
+def imported(name: str) -> set[str]:
+    """Modules that a module imports, in full, those inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            found.add(str(node.module))
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "kvcache_exporter"}
+    return found
+
+
+def ours(name: str) -> set[str]:
+    """Own modules that a module imports, by the first part of their name."""
+    prefix = "kvcache_exporter."
+    return {module.removeprefix(prefix).split(".")[0] for module in imported(name) if module.startswith(prefix)} - {"__version__"}
+
+
+def layer(module: str) -> int:
+    return next(index for index, names in enumerate(LAYERS) if module.split(".")[0] in names)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_one_way(name: str) -> None:
+    for other in ours(name):
+        assert layer(other) <= layer(name), f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_third_party_imports_stay_at_their_edge(name: str) -> None:
+    for module in imported(name):
+        top = module.split(".")[0]
+        if top not in sys.stdlib_module_names and top != "kvcache_exporter":
+            assert name in THIRD_PARTY.get(top, set()), f"{name} imports {top}"
+
+
+@pytest.mark.parametrize("name", sorted(CORE))
+def test_core_is_pure(name: str) -> None:
+    """No clock, no I/O, no third party: what the core may import is a short list."""
+    allowed = {"__future__", "collections.abc", "dataclasses", "types", "typing"}
+    assert {module for module in imported(name) if not module.startswith("kvcache_exporter")} <= allowed
+
+
+@pytest.mark.parametrize("name", sorted(EDGES_OUT))
+def test_what_shows_snapshots_does_not_know_their_sources(name: str) -> None:
+    assert not ours(name) & {"sources", "poller", "target"}
+
+
+def test_core_has_no_cycles() -> None:
+    graph = {name: ours(name) & CORE for name in CORE}
+    while graph:
+        leaves = {name for name, others in graph.items() if not others & graph.keys()}
+        assert leaves, f"cycle among {sorted(graph)}"
+        graph = {name: others for name, others in graph.items() if name not in leaves}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Offline commands start at once: what only `serve` needs is not imported before it runs."""
+    heavy = ("requests", "pynvml", "yaml", "prometheus_client")
+    code = f"import sys, kvcache_exporter.cli; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
