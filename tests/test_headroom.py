@@ -87,15 +87,30 @@ def test_more_running_than_seats_leaves_none_and_not_less() -> None:
     assert slots(headroom(engine, max_num_seqs=32, request_lengths=(16,))) == {"16": (32, 0)}
 
 
-@pytest.mark.parametrize(
-    "queue",
-    [
-        {"num_requests_waiting": 1},
-        {"num_requests_waiting": 3, "num_requests_waiting_by_reason": {"capacity": 1, "deferred": 2}},
-    ],
-)
+CAPACITY_1 = {"num_requests_waiting": 3, "num_requests_waiting_by_reason": {"capacity": 1, "deferred": 2}}
+
+
+@pytest.mark.parametrize("queue", [{"num_requests_waiting": 1}, CAPACITY_1])
+def test_nothing_is_left_while_one_waits_for_blocks(queue: dict[str, Any]) -> None:
+    """599 free blocks are too few for a waiting request of 600: none is left for a new one, however short."""
+    engine = reading(used=401, num_requests_running=4, **queue)
+    result = headroom(engine, max_model_len=9600, max_num_seqs=32, request_lengths=(16,))
+    assert slots(result) == {"max": (1, 0), "16": (32, 0)}
+
+
+@pytest.mark.parametrize("queue", [{"num_requests_waiting": 1}, CAPACITY_1])
 def test_a_waiting_request_is_served_first(queue: dict[str, Any]) -> None:
-    assert slots(headroom(reading(**queue), request_lengths=(16,))) == {"16": (1000, 0)}
+    """One that waits although there is room for it (the step's token budget was spent) takes its room at full length, no more."""
+    engine = reading(num_requests_running=4, **queue)
+    result = headroom(engine, max_model_len=1600, max_num_seqs=32, request_lengths=(800, 16))
+    assert slots(result) == {"max": (10, 5), "800": (20, 10), "16": (32, 27)}
+
+
+def test_queue_of_unknown_cost_leaves_nothing() -> None:
+    """Without max_model_len, or without the number of seats, it cannot be told what the queue waits for."""
+    queue = {"num_requests_running": 4, "num_requests_waiting": 1}
+    assert slots(headroom(reading(**queue), max_num_seqs=32, request_lengths=(16,))) == {"16": (32, 0)}
+    assert slots(headroom(reading(**queue), max_model_len=1600, request_lengths=(16,))) == {"max": (10, 0), "16": (1000, 0)}
 
 
 def test_a_deferred_request_does_not_wait_for_blocks() -> None:

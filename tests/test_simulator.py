@@ -85,7 +85,8 @@ def check_pool(engine: SimulatedEngine) -> None:
     for request in engine.running:
         assert request.num_blocks == -(-request.num_computed_tokens // parameters.block_size)
     assert all(request.num_blocks == request.num_computed_tokens == 0 for request in engine.waiting)
-    assert stats.used_blocks == sum(request.num_blocks for request in engine.running) <= parameters.usable_blocks
+    assert engine.used_blocks == sum(request.num_blocks for request in engine.running) <= parameters.usable_blocks
+    assert stats.used_blocks <= parameters.usable_blocks
     assert stats.kv_cache_usage == pytest.approx(stats.used_blocks / parameters.usable_blocks)
     assert stats.num_requests_running <= parameters.max_num_seqs
 
@@ -158,7 +159,7 @@ def test_a_request_waits_until_its_whole_sequence_fits() -> None:
     engine.submit(5, 1)
     engine.submit(1, 1)
     engine.advance(0.1)
-    assert engine.stats().used_blocks == 14
+    assert engine.used_blocks == 14
     assert [request.request_id for request in engine.waiting] == [2, 3]
 
 
@@ -178,6 +179,19 @@ def test_the_youngest_is_preempted_to_the_head_of_the_queue_and_prefills_all_it_
         engine.advance(0.1)
     assert engine.running[0].request_id == 1
     assert engine.running[0].num_computed_tokens == min(had, SMALL.max_num_batched_tokens)
+
+
+def test_gauges_are_those_of_the_last_step_that_ended() -> None:
+    """A request that has arrived since is not in the queue yet, and one that left within the step holds nothing any more."""
+    engine = SimulatedEngine(SMALL)
+    engine.submit(24, 16)
+    stats = engine.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting, stats.used_blocks) == (0, 0, 0)
+    while engine.stats().num_requests_running == 0:
+        engine.advance(0.001)
+    engine.submit(24, 16)
+    assert engine.stats().num_requests_waiting == 0
+    assert len(engine.waiting) == 1
 
 
 def test_seats_bind_when_the_pool_does_not() -> None:

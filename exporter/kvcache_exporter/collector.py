@@ -158,9 +158,9 @@ ENGINE_FAMILIES = (
     ),
     _slots(
         "kvcache_remaining_request_slots",
-        "Further requests of this length that fit into the free blocks now, rounded down; 0 while a request waits, "
-        "since the queue is served first. What running requests will still grow is not subtracted. Absent when usage "
-        "is, or when the engine sleeps.",
+        "Further requests of this length that fit now, rounded down: into the blocks, and the seats where max_num_seqs is "
+        "configured, that are left when each waiting request has been served as one of max_model_len; 0 while one waits for "
+        "blocks. What running requests will still grow is not subtracted. Absent when usage is, or when the engine sleeps.",
         lambda slots: slots.remaining,
     ),
     _slots(

@@ -58,19 +58,19 @@ def headroom_of(
     if reading.used_blocks is not None and reading.awake is not False:
         used = _block_use(reading.used_blocks, capacity, layout)
         free = _block_use(capacity.usable_blocks - reading.used_blocks, capacity, layout)
-    seats = _free_seats(reading, max_num_seqs)
-    free_blocks = None if free is None else free.blocks
+    lengths = _lengths(reading, layout, max_model_len, request_lengths)
+    left = None if free is None else _left_after_queue(reading, free.blocks, lengths, max_num_seqs)
     return Headroom(
         used=used,
         free=free,
         slots=tuple(
             RequestSlots(
-                length=name,
-                tokens=tokens,
-                slots=_at_most(capacity.usable_blocks // blocks, max_num_seqs),
-                remaining=_remaining(reading, free_blocks, blocks, seats),
+                length=length.name,
+                tokens=length.tokens,
+                slots=_at_most(capacity.usable_blocks // length.blocks, max_num_seqs),
+                remaining=None if left is None else _at_most(left.blocks // length.blocks, left.seats),
             )
-            for name, tokens, blocks in _lengths(reading, layout, max_model_len, request_lengths)
+            for length in lengths
         ),
     )
 
@@ -85,42 +85,61 @@ def _block_use(blocks: int, capacity: Capacity, layout: KVCacheLayout | None) ->
     return BlockUse(blocks, None if layout is None else blocks * layout.bytes_per_block, tokens)
 
 
+@dataclass(frozen=True)
+class _Length:
+    """A length by name, its tokens where known, and the blocks that a request of it takes."""
+
+    name: str
+    tokens: int | None
+    blocks: int
+
+
 def _lengths(
     reading: EngineReading, layout: KVCacheLayout | None, max_model_len: int | None, request_lengths: Sequence[int]
-) -> list[tuple[str, int | None, int]]:
-    """(name, tokens, blocks a request) of each length whose cost is known; the engine refuses longer ones than max_model_len."""
-    lengths: list[tuple[str, int | None, int]] = []
+) -> list[_Length]:
+    """The lengths whose cost is known; the engine refuses what is longer than max_model_len."""
+    lengths = []
     blocks_at_max = blocks_per_max_len_request(reading, layout, max_model_len)
     if blocks_at_max is not None:
-        lengths.append((MAX_LENGTH, max_model_len, blocks_at_max))
+        lengths.append(_Length(MAX_LENGTH, max_model_len, blocks_at_max))
     if layout is not None:
         lengths += [
-            (str(tokens), tokens, layout.blocks_for_request(tokens))
+            _Length(str(tokens), tokens, layout.blocks_for_request(tokens))
             for tokens in request_lengths
             if max_model_len is None or tokens <= max_model_len
         ]
     return lengths
 
 
-def _free_seats(reading: EngineReading, max_num_seqs: int | None) -> int | None:
-    if max_num_seqs is None or reading.num_requests_running is None:
-        return None
-    return max(0, max_num_seqs - reading.num_requests_running)
+@dataclass(frozen=True)
+class _Left:
+    """Free blocks, and free seats where their limit is known, that the queue leaves to a new request."""
+
+    blocks: int
+    seats: int | None
 
 
-def _remaining(reading: EngineReading, free_blocks: int | None, blocks_per_request: int, seats: int | None) -> int | None:
-    if free_blocks is None:
-        return None
-    # vLLM serves its queue first come, first served: while one waits, a new request waits behind it.
-    if _is_anyone_waiting(reading):
-        return 0
-    return _at_most(free_blocks // blocks_per_request, seats)
+def _left_after_queue(reading: EngineReading, free_blocks: int, lengths: Sequence[_Length], max_num_seqs: int | None) -> _Left:
+    """What is free once everyone who waits has been served, first come, first served.
+
+    The page does not tell how long the waiting ones are, so each counts as one of max_model_len. Then nothing is left whenever
+    one waits for blocks, since its need is no more than that; and a queue that is there for a moment (the step's token budget is
+    spent) does not hide the free blocks. Where the cost at max_model_len or the number of seats is not known, nothing is left.
+    """
+    waiting = _waiting_for_capacity(reading)
+    running = reading.num_requests_running
+    seats = None if max_num_seqs is None or running is None else max_num_seqs - running
+    if not waiting:
+        return _Left(free_blocks, None if seats is None else max(0, seats))
+    blocks_at_max = next((length.blocks for length in lengths if length.name == MAX_LENGTH), None)
+    if blocks_at_max is None or seats is None:
+        return _Left(0, 0)
+    return _Left(max(0, free_blocks - waiting * blocks_at_max), max(0, seats - waiting))
 
 
-def _is_anyone_waiting(reading: EngineReading) -> bool:
-    """Whether a request waits for blocks or a seat; `deferred` ones wait for something else (a LoRA slot, a KV transfer)."""
-    waiting = reading.num_requests_waiting_by_reason.get("capacity", reading.num_requests_waiting)
-    return waiting is not None and waiting > 0
+def _waiting_for_capacity(reading: EngineReading) -> int:
+    """Requests that wait for blocks or a seat; `deferred` ones wait for something else (a LoRA slot, a KV transfer)."""
+    return reading.num_requests_waiting_by_reason.get("capacity", reading.num_requests_waiting or 0)
 
 
 def _at_most(slots: int, limit: int | None) -> int:

@@ -88,6 +88,8 @@ class SimulatedEngine:
         self._used_blocks = 0
         self._step: _Step | None = None
         self._step_end = 0.0
+        self._waiting_after_schedule = 0
+        self._gauges = (0, 0, 0)
         self._num_submitted = 0
         self._num_preemptions = 0
         self._num_finished = 0
@@ -110,6 +112,11 @@ class SimulatedEngine:
     def waiting(self) -> tuple[RequestReading, ...]:
         """Waiting requests, preempted ones included, in the order in which they will be admitted."""
         return tuple(request.read() for request in self._waiting)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that running requests hold."""
+        return self._used_blocks
 
     def submit(self, prompt_tokens: int, output_tokens: int) -> int:
         """Queue a request that arrives now and ends after `output_tokens`; return its id, which counts up from 0.
@@ -142,6 +149,7 @@ class SimulatedEngine:
                     self._now = seconds
                     return
                 self._step = self._schedule()
+                self._waiting_after_schedule = len(self._waiting)
                 self._step_end = self._now + self._step.duration(self.parameters)
             if self._step_end > seconds:
                 self._now = seconds
@@ -149,15 +157,21 @@ class SimulatedEngine:
             self._now = self._step_end
             self._complete(self._step)
             self._step = None
+            self._gauges = (len(self._running), self._waiting_after_schedule, self._used_blocks)
 
     def stats(self) -> EngineStats:
-        """Return the present state as the engine's metrics tell it."""
+        """Return what the engine's metrics tell now.
+
+        As in vLLM (`v1/core/sched/scheduler.py`, `make_stats`), the gauges are those of the last step that ended; a request that
+        has arrived since is not in the queue yet.
+        """
         usable = self.parameters.usable_blocks
+        num_running, num_waiting, used_blocks = self._gauges
         return EngineStats(
-            num_requests_running=len(self._running),
-            num_requests_waiting=len(self._waiting),
-            used_blocks=self._used_blocks,
-            kv_cache_usage=1.0 - (usable - self._used_blocks) / usable,
+            num_requests_running=num_running,
+            num_requests_waiting=num_waiting,
+            used_blocks=used_blocks,
+            kv_cache_usage=1.0 - (usable - used_blocks) / usable,
             num_preemptions=self._num_preemptions,
             num_requests_finished=self._num_finished,
             prompt_tokens=self._prompt_tokens,
