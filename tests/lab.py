@@ -28,6 +28,7 @@ from kvcache_exporter.poller import GpuSource, Poller
 DATA = Path(__file__).with_name("data")
 CASES = DATA / "cases"
 TINY_LLAMA: Mapping[str, Any] = json.loads((DATA / "models" / "tiny-llama.json").read_text())
+TINY_GEMMA3: Mapping[str, Any] = json.loads((DATA / "models" / "tiny-gemma3.json").read_text())
 LLAMA_8B: Mapping[str, Any] = json.loads((DATA / "models" / "Meta-Llama-3.1-8B.json").read_text())
 
 Labels = tuple[tuple[str, str], ...]

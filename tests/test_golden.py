@@ -1,7 +1,7 @@
 """Each recorded page, and the page of ours that it becomes, to the byte; a changed name or HELP shows as a diff.
 
-`make golden` writes them anew. Recorded engines served tiny-llama with max_model_len 4096; of the pages that a version's own
-logger wrote without an engine (`.driven`) nothing but the page is known.
+`make golden` writes them anew. Recorded engines served tiny-llama or tiny-gemma3 with max_model_len 4096; of the pages that a
+version's own logger wrote without an engine (`.driven`) nothing but the page is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache_exporter.readings import ServedModel
 from kvcache_exporter.snapshot import Snapshot
 from kvcache_exporter.sources.vllm import parse_metrics
 from kvcache_exporter.target import Facts, target_snapshot
-from lab import DATA, TINY_LLAMA, capture
+from lab import DATA, TINY_GEMMA3, TINY_LLAMA, capture
 
 CAPTURES = sorted(file.name.removesuffix(".prom.gz") for file in (DATA / "vllm").glob("*.prom.gz"))
 NOW = 1_800_000_000.0
@@ -29,7 +29,7 @@ def exposition(name: str) -> str:
     """Our page for one recorded page, without health and without the process's own metrics."""
     facts = Facts()
     if not name.endswith(".driven"):
-        model = None if "gemma3" in name else parse_model_config(TINY_LLAMA)
+        model = parse_model_config(TINY_GEMMA3 if "gemma3" in name else TINY_LLAMA)
         facts = Facts(ServedModel("tiny", 4096, "/models/tiny"), name.partition("_")[0], model)
     config = TargetConfig(name="engine", url="http://127.0.0.1:8000")
     target, refusal = target_snapshot(config, parse_metrics(capture(name)), NOW, facts, (1024, 8192))

@@ -48,7 +48,8 @@ def test_capacity_is_absent_without_a_block_count() -> None:
 
 def test_mismatch_tells_that_the_config_is_not_the_engines() -> None:
     """An engine whose own concurrency says that a request takes half the blocks that config.json says."""
-    capacity = capacity_of(reading(usable=1023, kv_cache_size_tokens=32_768), LAYOUT, 1024)
+    engine = reading(usable=1023, kv_cache_size_tokens=32_768, kv_cache_max_concurrency=32.0)
+    capacity = capacity_of(engine, LAYOUT, 1024)
     assert capacity is not None
     assert capacity.mismatch_ratio == pytest.approx(-0.5)
 

@@ -1,4 +1,4 @@
-"""The command line: serve, demo, check-config.
+"""The command line: serve, demo, plan, check-config.
 
 What is only needed to run is imported by the command that runs it, so that `--help` and offline commands start at once.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvcache_exporter import __version__
+from kvcache_exporter.cli_plan import plan
 from kvcache_exporter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ def serve(
         _refuse(error)
     config = _listen(config, listen_address)
     sys.exit(run(config, gpus=NvmlSource() if config.nvml else None))
+
+
+main.add_command(plan)
 
 
 @main.command("check-config")

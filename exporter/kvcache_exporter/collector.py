@@ -174,6 +174,14 @@ ENGINE_FAMILIES = (
         lambda engine: None if engine.layout is None else engine.layout.bytes_per_token,
     ),
     _engine(
+        "kvcache_bytes_per_request",
+        "Bytes that a long running request holds whatever its length, over all ranks: windows, states and encoder output "
+        "(computed from config.json); 0 for plain full attention. " + _NEEDS_LAYOUT,
+        lambda engine: (
+            None if engine.layout is None else engine.layout.fixed_blocks_of_live_request * engine.layout.bytes_per_block
+        ),
+    ),
+    _engine(
         "kvcache_capacity_mismatch_ratio",
         "Capacity in tokens computed from config.json over the one that the engine reports, minus 1. Other than 0: "
         "config.json or a setting of this target is not the engine's. Absent when one of the two is not known.",

@@ -43,6 +43,10 @@ class TargetConfig:
     url: str
     model_config: Path | Mapping[str, Any] | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    max_num_batched_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     dtype: str = "auto"
@@ -216,6 +220,10 @@ def _target(section: _Section) -> TargetConfig | None:
         url=url or "",
         model_config=section.take("model_config", lambda value: _model_config(value, folder), None),
         tensor_parallel_size=section.take("tensor_parallel_size", _positive_int, 1),
+        pipeline_parallel_size=section.take("pipeline_parallel_size", _positive_int, 1),
+        decode_context_parallel_size=section.take("decode_context_parallel_size", _positive_int, 1),
+        max_num_batched_tokens=section.take("max_num_batched_tokens", _positive_int, None),
+        num_speculative_tokens=section.take("num_speculative_tokens", _positive_int, None),
         max_num_seqs=section.take("max_num_seqs", _positive_int, None),
         max_model_len=section.take("max_model_len", _positive_int, None),
         dtype=section.take("dtype", _dtype, "auto"),

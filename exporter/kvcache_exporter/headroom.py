@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcache_exporter.capacity import Capacity, blocks_per_max_len_request
+from kvcache_exporter.capacity import Capacity, blocks_per_max_len_request, requests_that_fit
 from kvcache_exporter.kv_cache_spec import KVCacheLayout
 from kvcache_exporter.readings import EngineReading
 
@@ -67,8 +67,8 @@ def headroom_of(
             RequestSlots(
                 length=length.name,
                 tokens=length.tokens,
-                slots=_at_most(capacity.usable_blocks // length.blocks, max_num_seqs),
-                remaining=None if left is None else _at_most(left.blocks // length.blocks, left.seats),
+                slots=_at_most(length.requests_in(capacity.usable_blocks), max_num_seqs),
+                remaining=None if left is None else _at_most(length.requests_in(left.blocks), left.seats),
             )
             for length in lengths
         ),
@@ -87,11 +87,16 @@ def _block_use(blocks: int, capacity: Capacity, layout: KVCacheLayout | None) ->
 
 @dataclass(frozen=True)
 class _Length:
-    """A length by name, its tokens where known, and the blocks that a request of it takes."""
+    """A length by name, its tokens where known, and its blocks: `admitted` to start one, `held` while it runs."""
 
     name: str
     tokens: int | None
-    blocks: int
+    admitted: int
+    held: int
+
+    def requests_in(self, blocks: int) -> int:
+        """Requests of this length that fit into so many blocks."""
+        return requests_that_fit(blocks, admitted=self.admitted, held=self.held)
 
 
 def _lengths(
@@ -101,10 +106,11 @@ def _lengths(
     lengths = []
     blocks_at_max = blocks_per_max_len_request(reading, layout, max_model_len)
     if blocks_at_max is not None:
-        lengths.append(_Length(MAX_LENGTH, max_model_len, blocks_at_max))
+        held = blocks_at_max if layout is None or max_model_len is None else layout.blocks_for_request(max_model_len)
+        lengths.append(_Length(MAX_LENGTH, max_model_len, blocks_at_max, min(held, blocks_at_max)))
     if layout is not None:
         lengths += [
-            _Length(str(tokens), tokens, layout.blocks_for_request(tokens))
+            _Length(str(tokens), tokens, layout.reserved_blocks(tokens), layout.blocks_for_request(tokens))
             for tokens in request_lengths
             if max_model_len is None or tokens <= max_model_len
         ]
@@ -131,7 +137,7 @@ def _left_after_queue(reading: EngineReading, free_blocks: int, lengths: Sequenc
     seats = None if max_num_seqs is None or running is None else max_num_seqs - running
     if not waiting:
         return _Left(free_blocks, None if seats is None else max(0, seats))
-    blocks_at_max = next((length.blocks for length in lengths if length.name == MAX_LENGTH), None)
+    blocks_at_max = next((length.admitted for length in lengths if length.name == MAX_LENGTH), None)
     if blocks_at_max is None or seats is None:
         return _Left(0, 0)
     return _Left(max(0, free_blocks - waiting * blocks_at_max), max(0, seats - waiting))

@@ -31,6 +31,10 @@ class EngineReading:
     block_size: int | None = None
     cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
+    mamba_cache_mode: str | None = None
+    mamba_cache_dtype: str | None = None
+    mamba_ssm_cache_dtype: str | None = None
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
     kv_cache_size_tokens: int | None = None
     kv_cache_max_concurrency: float | None = None
     num_requests_running: int | None = None

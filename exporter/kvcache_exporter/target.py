@@ -13,6 +13,7 @@ from kvcache_exporter.errors import SourceError, UnsupportedModelError
 from kvcache_exporter.headroom import headroom_of
 from kvcache_exporter.job import Outcome, attempt
 from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
+from kvcache_exporter.kv_cache_spec.engine_config import NEWEST_VLLM_VERSION, parse_vllm_version
 from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
@@ -86,7 +87,7 @@ def target_snapshot(
     for reading in page.engines:
         layout = None
         try:
-            layout = _layout(config, facts.model, reading)
+            layout = _layout(config, facts, reading, max_model_len)
         except UnsupportedModelError as error:
             refusal = error
         engines.append(_engine_snapshot(config, reading, layout, facts.served, max_model_len, request_lengths))
@@ -104,16 +105,40 @@ def target_snapshot(
     return snapshot, refusal
 
 
-def _layout(config: TargetConfig, model: ModelConfig | None, reading: EngineReading) -> KVCacheLayout | None:
-    if model is None or reading.block_size is None:
+def _layout(config: TargetConfig, facts: Facts, reading: EngineReading, max_model_len: int | None) -> KVCacheLayout | None:
+    if facts.model is None or reading.block_size is None:
         return None
-    engine = EngineConfig(
+    return kv_cache_layout(facts.model, _engine_config(config, facts, reading, max_model_len))
+
+
+def _engine_config(config: TargetConfig, facts: Facts, reading: EngineReading, max_model_len: int | None) -> EngineConfig:
+    """The engine's flags: what its page shows, and for the rest what the operator has configured."""
+    speculative_tokens = config.num_speculative_tokens or 0
+    flags = EngineConfig(
         block_size=reading.block_size,
         kv_cache_dtype=reading.cache_dtype or "auto",
         dtype=config.dtype,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        decode_context_parallel_size=config.decode_context_parallel_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=_keeps_states_at_block_boundaries(reading),
+        mamba_cache_dtype=reading.mamba_cache_dtype or "auto",
+        mamba_ssm_cache_dtype=reading.mamba_ssm_cache_dtype or "auto",
+        kv_cache_dtype_skip_layers=reading.kv_cache_dtype_skip_layers,
+        num_speculative_tokens=speculative_tokens,
+        num_draft_layers=1 if speculative_tokens else 0,
+        vllm_version=parse_vllm_version(facts.version) or NEWEST_VLLM_VERSION,
     )
-    return kv_cache_layout(model, engine)
+    # On Hopper vLLM turns fp8 for sparse latents into its packed format, and the label says so; plain fp8 stayed on Blackwell.
+    return replace(flags, gpu_name="B200") if flags.kv_cache_dtype in ("fp8", "fp8_e4m3") else flags
+
+
+def _keeps_states_at_block_boundaries(reading: EngineReading) -> bool:
+    if reading.mamba_cache_mode is not None:
+        return reading.mamba_cache_mode != "none"
+    return bool(reading.enable_prefix_caching)
 
 
 def _engine_snapshot(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import signal
 import socket
@@ -11,21 +12,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import requests
+
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound="Child")
 _LINES_SHOWN_ON_ERROR = 30
-_TIDY_SECONDS = 5.0
+_TIDY_SECONDS = 20.0
 
 
 class Child:
-    """A program in its own process group; leaving the `with` kills the whole group.
+    """A program in its own process group, ready when the `with` is entered; leaving it ends the whole group.
 
     `lines` grows as (Unix seconds at which the line came, line). When the `with` is left by an error, the last ones are shown.
     """
 
+    start_seconds: float
+
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._name = Path(command[0]).name
         self.lines: list[tuple[float, str]] = []
         self._process = subprocess.Popen(
             command,
@@ -39,33 +47,51 @@ class Child:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Child:
+    def __enter__(self: _C) -> _C:
+        try:
+            wait_for(f"answer of {self._name}", self._ready_or_none, seconds=self.start_seconds)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.kill()
+        self._end_group()
         if error is not None:
             sys.stderr.writelines(f"{line}\n" for _, line in self.lines[-_LINES_SHOWN_ON_ERROR:])
+
+    def is_ready(self) -> bool:
+        """Whether the program answers; requests.RequestException means no."""
+        raise NotImplementedError
 
     def lines_since(self, at: float) -> list[tuple[float, str]]:
         """The lines that came after `at` (Unix seconds)."""
         return self.lines[bisect.bisect_right(self.lines, at, key=lambda line: line[0]) :]
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the program itself still runs."""
-        return self._process.poll() is None
-
     def kill(self) -> None:
-        """Kill the program at once, and what it started after it had a moment to notice and tidy its shared memory."""
+        """Kill the program itself, at once; what it started may live on until the `with` is left."""
         self._process.kill()
         self._process.wait()
+
+    def _ready_or_none(self) -> bool | None:
+        if self._process.poll() is not None:
+            raise RuntimeError(f"{self._name} ended while it started")
+        try:
+            return self.is_ready() or None
+        except requests.RequestException:
+            return None
+
+    def _end_group(self) -> None:
+        """End the program and what it started; killed is only what has not tidied up and ended after a while."""
         deadline = time.monotonic() + _TIDY_SECONDS
-        while _group_exists(self._process.pid):
-            if time.monotonic() > deadline:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                break
-            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            while time.monotonic() < deadline:
+                self._process.poll()
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._reader.join()
 
     def _read(self) -> None:
@@ -73,14 +99,6 @@ class Child:
         with self._process.stdout as output:
             for line in output:
                 self.lines.append((time.time(), line.rstrip("\n")))
-
-
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import requests
-from child import Child, wait_for
+from child import Child
 from import_shim import write_import_shim
 from page import Page, fetch_page
 from tiny_model import MAX_MODEL_LEN, write_tiny_model
@@ -21,8 +21,6 @@ VLLM_VERSION = "0.32.0"
 BLOCK_SIZE = 32  # tokens; the smallest that vLLM takes on a CPU
 MAX_NUM_SEQS = 32
 SERVED_MODEL_NAME = "tiny"
-
-_START_SECONDS = 240.0
 
 # vllm/v1/core/kv_cache_utils.py, update_kv_cache_capacity; the first word is the device.
 _CAPACITY = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")
@@ -84,7 +82,9 @@ class Workshop:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOG_STATS_INTERVAL": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            # A small machine has other work for its cores than one engine's threads pinned to them.
+            # The model runs inside the engine's process, on one thread, anywhere. In a worker of its own, as vLLM has it on a CPU
+            # (vllm/platforms/cpu.py), the two wait for each other by sched_yield, and nothing else gets two cores for seconds.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -94,23 +94,21 @@ class Workshop:
 class Engine(Child):
     """`vllm serve` of the tiny model on the loopback address, with a pool of `num_gpu_blocks` blocks."""
 
+    start_seconds = 240.0
+
     def __init__(self, vllm: Path, workshop: Workshop, port: int, num_gpu_blocks: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         command = [str(vllm), "serve", str(workshop.model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--served-model-name", SERVED_MODEL_NAME, "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--num-gpu-blocks-override", str(num_gpu_blocks), "--block-size", str(BLOCK_SIZE)]
-        command += [
-            "--max-model-len",
-            str(MAX_MODEL_LEN),
-            "--max-num-seqs",
-            str(MAX_NUM_SEQS),
-            "--enable-logging-iteration-details",
-        ]
+        command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+        # A line in the log for each step.
+        command += ["--enable-logging-iteration-details"]
         super().__init__(command, workshop.environment())
 
-    def __enter__(self) -> Engine:
-        wait_for("answer of the engine", self._health, seconds=_START_SECONDS)
-        return self
+    def is_ready(self) -> bool:
+        """Whether the engine answers that it is healthy."""
+        return requests.get(f"{self.url}/health", timeout=5).ok
 
     def page(self) -> Page:
         """The engine's own /metrics."""
@@ -143,11 +141,3 @@ class Engine(Child):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
-
-    def _health(self) -> bool | None:
-        if not self.is_alive:
-            raise RuntimeError("the engine ended while it started")
-        try:
-            return requests.get(f"{self.url}/health", timeout=5).ok or None
-        except requests.RequestException:
-            return None

@@ -6,15 +6,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import requests
 from child import Child, free_port, wait_for
-from page import Page, fetch_page
+from page import fetch_page
+from says import ExporterSays
 
 POLL_INTERVAL_SECONDS = 1.0
 
 
 class Exporter(Child):
     """`kvcache-exporter serve` with a configuration that does not say where the model is: the engine does."""
+
+    start_seconds = 20.0
 
     def __init__(self, folder: Path, engine_url: str, *, max_num_seqs: int, request_lengths: Sequence[int]) -> None:
         self._url = f"http://127.0.0.1:{(port := free_port())}"
@@ -28,32 +30,19 @@ class Exporter(Child):
         program = Path(sys.executable).with_name("kvcache-exporter")
         super().__init__([str(program), "serve", "--config", str(config)])
 
-    def __enter__(self) -> Exporter:
-        wait_for("page of the exporter", self._page_if_up, seconds=20)
-        return self
+    def is_ready(self) -> bool:
+        """Whether the exporter answers with a page."""
+        return bool(self.says().page.samples)
 
-    def page(self) -> Page:
-        """The exporter's /metrics."""
-        return fetch_page(f"{self._url}/metrics")
+    def says(self) -> ExporterSays:
+        """The exporter's /metrics now."""
+        return ExporterSays(fetch_page(f"{self._url}/metrics"))
 
-    def page_read_after(self, at: float) -> Page:
+    def read_after(self, at: float) -> ExporterSays:
         """The first page that shows a reading of the engine begun after `at` (Unix seconds)."""
 
-        def read() -> Page | None:
-            page = self.page()
-            return page if (read_at(page) or 0.0) > at else None
+        def read() -> ExporterSays | None:
+            says = self.says()
+            return says if says.read_at > at else None
 
         return wait_for("fresh reading of the exporter", read, seconds=10, every=0.05)
-
-    def _page_if_up(self) -> Page | None:
-        if not self.is_alive:
-            raise RuntimeError("the exporter ended while it started")
-        try:
-            return self.page()
-        except requests.RequestException:
-            return None
-
-
-def read_at(page: Page) -> float | None:
-    """When the exporter began the reading of the engine that the page shows (Unix seconds)."""
-    return page.get("kvcache_last_success_timestamp_seconds", source="vllm")

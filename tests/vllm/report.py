@@ -12,7 +12,7 @@ class Report:
     """Prints one table at a time and remembers whether a row of any differed."""
 
     def __init__(self) -> None:
-        self.differences = 0
+        self.differing = 0
 
     def table(self, title: str, heads: Sequence[str], rows: Sequence[tuple[bool, Sequence[object]]]) -> None:
         """Print rows of (whether they agree, cells)."""
@@ -23,8 +23,12 @@ class Report:
         for line in lines:
             sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
         sys.stdout.flush()
-        self.differences += sum(not agrees for agrees, _ in rows)
+        self.differing += sum(not agrees for agrees, _ in rows)
 
     def compare(self, title: str, rows: Sequence[tuple[str, object, object, bool]]) -> None:
         """Print rows of (quantity, what the engine says, what the exporter says, whether they agree)."""
         self.table(title, ("quantity", "engine", "exporter"), [(agrees, cells) for *cells, agrees in rows])
+
+    def explain(self, problems: Sequence[str]) -> None:
+        """Print what exactly differed in rows that count it."""
+        sys.stdout.writelines(f"  ! {problem}\n" for problem in problems)

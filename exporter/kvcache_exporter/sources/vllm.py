@@ -43,6 +43,8 @@ _NAME = re.compile(
     + r")(?:_total)?)"
 )
 _NAME_BYTES = re.compile(_NAME.pattern.encode("ascii"))
+# An entry of a Python list of strings, as labels print it.
+_QUOTED = re.compile(r"'([^']*)'")
 # Floats that stand for 1 may come out a little above it.
 _USAGE_ROUNDING = 1e-6
 
@@ -181,6 +183,10 @@ def _engine_reading(name: str, engine: _Engine, config: Mapping[str, str], num_g
         block_size=None if num_gpu_blocks is None else _whole(config.get("block_size")),
         cache_dtype=config.get("cache_dtype"),
         enable_prefix_caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
+        mamba_cache_mode=config.get("mamba_cache_mode"),
+        mamba_cache_dtype=config.get("mamba_cache_dtype"),
+        mamba_ssm_cache_dtype=config.get("mamba_ssm_cache_dtype"),
+        kv_cache_dtype_skip_layers=tuple(_QUOTED.findall(config.get("kv_cache_dtype_skip_layers", ""))),
         kv_cache_size_tokens=_whole(config.get("kv_cache_size_tokens")),
         kv_cache_max_concurrency=concurrency if concurrency is not None and concurrency > 0 else None,
         num_requests_running=_count(engine, "num_requests_running"),

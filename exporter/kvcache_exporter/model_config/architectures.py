@@ -1,0 +1,191 @@
+"""Which reader knows which architecture. To add one: write a reader if no design here fits, and a row below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from kvcache_exporter.model_config import attention, encoder_decoder, latent, states
+from kvcache_exporter.model_config.fields import Fields
+from kvcache_exporter.model_config.layers import DecoderLayer
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the layers of one architecture are read, and what its class in vLLM does otherwise than most.
+
+    `model_types` are Hugging Face's names for it, for files (and nested parts) that name no architecture. `draft_layer` reads the
+    multi-token-prediction layer that the checkpoint carries. `honours_kv_cache_dtype` is False where vLLM's class passes no cache
+    settings to its attention. `ssm_dtype` is the dtype of the recurrent state where neither file nor flag gives one.
+    `has_prefill_checkpoint` tells a mixer that keeps one more state with prefix caching. `defaults` are the fields that files
+    leave out because they have the default of Hugging Face's config class.
+    """
+
+    reader: Callable[[Fields], tuple[DecoderLayer, ...]]
+    model_types: tuple[str, ...] = ()
+    draft_layer: Callable[[Fields], DecoderLayer] | None = None
+    honours_kv_cache_dtype: bool = True
+    ssm_dtype: str | None = None
+    has_prefill_checkpoint: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def _last_attention_layer(reader: Callable[[Fields], tuple[DecoderLayer, ...]]) -> Callable[[Fields], DecoderLayer]:
+    """A draft layer of the same attention as the model's last layer that has any."""
+    return lambda fields: next(layer for layer in reversed(reader(fields)) if layer)
+
+
+def _plain(*model_types: str) -> Architecture:
+    return Architecture(attention.attention_decoder, model_types)
+
+
+def _switched(*model_types: str) -> Architecture:
+    return Architecture(attention.switched_window_decoder, model_types)
+
+
+def _latent(*model_types: str) -> Architecture:
+    return Architecture(latent.latent_decoder, model_types, draft_layer=latent.latent_draft_layer)
+
+
+def _delta_net(*model_types: str) -> Architecture:
+    return Architecture(
+        states.gated_delta_net_decoder,
+        model_types,
+        draft_layer=_last_attention_layer(states.gated_delta_net_decoder),
+    )
+
+
+# Nested parts of multimodal files state only what differs from these.
+_LLAMA_DEFAULTS = MappingProxyType(
+    {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+)
+_GEMMA3_DEFAULTS = MappingProxyType({"max_position_embeddings": 131072})
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    # attention with keys and values, full unless the file gives a window
+    "ApertusForCausalLM": _plain("apertus"),
+    "ArceeForCausalLM": _plain("arcee"),
+    "BaiChuanForCausalLM": _plain(),
+    "BaichuanForCausalLM": _plain("baichuan"),
+    "BloomForCausalLM": _plain("bloom"),
+    "ChatGLMForConditionalGeneration": _plain(),
+    "ChatGLMModel": _plain("chatglm"),
+    "CohereForCausalLM": _plain("cohere"),
+    "Dots1ForCausalLM": _plain("dots1"),
+    "Ernie4_5ForCausalLM": _plain("ernie4_5"),
+    "Ernie4_5_MoeForCausalLM": _plain("ernie4_5_moe"),
+    "ExaoneForCausalLM": _plain("exaone"),
+    "Exaone4ForCausalLM": _plain("exaone4"),
+    "GPT2LMHeadModel": _plain("gpt2"),
+    "GPTBigCodeForCausalLM": _plain("gpt_bigcode"),
+    "GPTJForCausalLM": _plain("gptj"),
+    "GPTNeoXForCausalLM": _plain("gpt_neox"),
+    "GemmaForCausalLM": _plain("gemma"),
+    "Glm4ForCausalLM": _plain("glm4"),
+    "Glm4MoeForCausalLM": Architecture(
+        attention.attention_decoder, ("glm4_moe",), draft_layer=_last_attention_layer(attention.attention_decoder)
+    ),
+    "GlmForCausalLM": _plain("glm"),
+    "GraniteForCausalLM": _plain("granite"),
+    "GraniteMoeForCausalLM": _plain("granitemoe"),
+    "HunYuanDenseV1ForCausalLM": _plain("hunyuan_v1_dense"),
+    "HunYuanMoEV1ForCausalLM": _plain("hunyuan_v1_moe"),
+    "InternLM2ForCausalLM": _plain("internlm2"),
+    "InternLM3ForCausalLM": _plain("internlm3"),
+    "InternLMForCausalLM": _plain("internlm"),
+    "LlamaForCausalLM": Architecture(attention.attention_decoder, ("llama",), defaults=_LLAMA_DEFAULTS),
+    "MiniMaxM2ForCausalLM": _plain("minimax_m2"),
+    "Ministral3ForCausalLM": _plain("ministral3"),
+    "MixtralForCausalLM": _plain("mixtral"),
+    "NemotronForCausalLM": _plain("nemotron"),
+    "OPTForCausalLM": _plain("opt"),
+    "Olmo2ForCausalLM": _plain("olmo2"),
+    "Olmo3ForCausalLM": _plain("olmo3"),
+    "OlmoForCausalLM": _plain("olmo"),
+    "OlmoeForCausalLM": _plain("olmoe"),
+    "PersimmonForCausalLM": _plain("persimmon"),
+    "Phi3ForCausalLM": _plain("phi3"),
+    "PhiForCausalLM": _plain("phi"),
+    "SeedOssForCausalLM": _plain("seed_oss"),
+    "SmolLM3ForCausalLM": _switched("smollm3"),
+    "SolarForCausalLM": _plain("solar"),
+    "StableLmForCausalLM": _plain("stablelm"),
+    "Starcoder2ForCausalLM": _plain("starcoder2"),
+    "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",)),
+    # the window is off unless the switch is on
+    "Qwen2ForCausalLM": _switched("qwen2"),
+    "Qwen2MoeForCausalLM": _switched("qwen2_moe"),
+    "Qwen2VLForConditionalGeneration": _switched("qwen2_vl", "qwen2_vl_text"),
+    "Qwen2_5_VLForConditionalGeneration": _switched("qwen2_5_vl", "qwen2_5_vl_text"),
+    "Qwen3ForCausalLM": _switched("qwen3"),
+    "Qwen3MoeForCausalLM": _switched("qwen3_moe"),
+    "Qwen3VLForConditionalGeneration": _switched("qwen3_vl", "qwen3_vl_text"),
+    "Qwen3VLMoeForConditionalGeneration": _switched("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    # KV heads in a place of their own
+    "FalconForCausalLM": Architecture(attention.attention_decoder, ("falcon",), honours_kv_cache_dtype=False),
+    "DbrxForCausalLM": Architecture(attention.attn_config_decoder, ("dbrx",)),
+    "MPTForCausalLM": Architecture(attention.attn_config_decoder, ("mpt",)),
+    "DeciLMForCausalLM": Architecture(attention.block_configs_decoder, ("nemotron-nas", "deci")),
+    # full and sliding, or full and chunked, in one model
+    "Cohere2ForCausalLM": Architecture(attention.cohere2_decoder, ("cohere2",)),
+    "Gemma2ForCausalLM": Architecture(attention.alternating_decoder, ("gemma2",)),
+    "Gemma3ForCausalLM": Architecture(attention.gemma3_decoder, ("gemma3_text",), defaults=_GEMMA3_DEFAULTS),
+    "Gemma3ForConditionalGeneration": Architecture(attention.gemma3_decoder, ("gemma3",), defaults=_GEMMA3_DEFAULTS),
+    "Gemma3nForCausalLM": Architecture(attention.gemma3_decoder, ("gemma3n_text",)),
+    "Gemma3nForConditionalGeneration": Architecture(attention.gemma3_decoder, ("gemma3n",)),
+    "Gemma4ForCausalLM": Architecture(attention.gemma4_decoder, ("gemma4_text",)),
+    "Gemma4ForConditionalGeneration": Architecture(attention.gemma4_decoder, ("gemma4",)),
+    "GptOssForCausalLM": Architecture(attention.gpt_oss_decoder, ("gpt_oss",)),
+    "Llama4ForCausalLM": Architecture(attention.llama4_decoder, ("llama4_text",)),
+    "Llama4ForConditionalGeneration": Architecture(attention.llama4_decoder, ("llama4",)),
+    "MiMoV2FlashForCausalLM": Architecture(attention.mimo_v2_decoder, ("mimo_v2_flash",)),
+    # latents
+    "DeepseekForCausalLM": _plain("deepseek"),
+    "DeepseekV2ForCausalLM": _latent("deepseek_v2"),
+    "DeepseekV3ForCausalLM": _latent("deepseek_v3", "kimi_k2"),
+    "DeepseekV32ForCausalLM": _latent("deepseek_v32"),
+    "GlmMoeDsaForCausalLM": _latent("glm_moe_dsa"),
+    # states beside attention
+    "BambaForCausalLM": Architecture(states.bamba_decoder, ("bamba",), has_prefill_checkpoint=True),
+    "FalconH1ForCausalLM": Architecture(states.falcon_h1_decoder, ("falcon_h1",), has_prefill_checkpoint=True),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        states.granite_hybrid_decoder, ("granitemoehybrid",), has_prefill_checkpoint=True
+    ),
+    "JambaForCausalLM": Architecture(states.jamba_decoder, ("jamba",)),
+    "KimiLinearForCausalLM": Architecture(states.kimi_linear_decoder, ("kimi_linear",)),
+    "KimiK3ForConditionalGeneration": Architecture(states.kimi_linear_decoder, ("kimi_k3",), has_prefill_checkpoint=True),
+    "Lfm2ForCausalLM": Architecture(states.short_conv_decoder, ("lfm2",)),
+    "Lfm2MoeForCausalLM": Architecture(states.short_conv_decoder, ("lfm2_moe",)),
+    "MiniMaxM1ForCausalLM": Architecture(states.minimax_text_decoder, ("minimax_m1",)),
+    "MiniMaxText01ForCausalLM": Architecture(states.minimax_text_decoder, ("minimax_text_01", "minimax")),
+    "NemotronHForCausalLM": Architecture(
+        states.nemotron_h_decoder, ("nemotron_h",), ssm_dtype="float32", has_prefill_checkpoint=True
+    ),
+    "Qwen3NextForCausalLM": _delta_net("qwen3_next"),
+    "Qwen3_5ForConditionalGeneration": _delta_net("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": _delta_net("qwen3_5_moe", "qwen3_5_moe_text"),
+    "Zamba2ForCausalLM": Architecture(states.zamba2_decoder, ("zamba2",), has_prefill_checkpoint=True),
+    # an encoder's output beside the decoder's own
+    "MllamaForConditionalGeneration": Architecture(encoder_decoder.mllama_decoder, ("mllama", "mllama_text_model")),
+    "WhisperForConditionalGeneration": Architecture(encoder_decoder.whisper_decoder, ("whisper",)),
+}
+
+MODEL_TYPES: Mapping[str, str] = {
+    model_type: name for name, architecture in ARCHITECTURES.items() for model_type in architecture.model_types
+}
+
+MULTIMODAL_WRAPPERS = frozenset(
+    {
+        "AriaForConditionalGeneration",
+        "InternVLChatModel",
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+        "PixtralForConditionalGeneration",
+    }
+)
+"""Architectures that add nothing to the cache of the language model inside them; that one is read by its own reader."""

@@ -1,0 +1,39 @@
+"""The length that vLLM serves a model with when no --max-model-len is given (`vllm/config/model.py`)."""
+
+from __future__ import annotations
+
+from kvcache_exporter.model_config.fields import Fields
+
+_LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+# Kinds of rope scaling that leave the length as the file states it: it is already scaled, or must not be.
+_LENGTH_IS_SCALED = frozenset({"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"})
+
+
+def derived_max_model_len(fields: Fields) -> int | None:
+    """Tokens, or None when the file states no length."""
+    lengths = [fields.whole(name) for name in _LENGTH_FIELDS if isinstance(fields.get(name), int)]
+    # Command R states the length of its first training stage beside the one that it is served with.
+    if fields.architecture.startswith("Cohere") and fields.get("model_max_length"):
+        lengths = [fields.whole("model_max_length")]
+    if not lengths:
+        return None
+    scaling = (
+        fields.mapping("rope_scaling") if isinstance(fields.get("rope_scaling"), dict) else fields.mapping("rope_parameters")
+    )
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "longrope":
+        return fields.whole("original_max_position_embeddings", default=min(lengths))
+    if rope_type in _LENGTH_IS_SCALED or "gemma3" in str(fields.get("model_type", "")):
+        return min(lengths)
+    factor = scaling.get("factor", 1.0)
+    return int(min(lengths) * factor) if isinstance(factor, (int, float)) else min(lengths)

@@ -1,0 +1,158 @@
+"""The two sides of a comparison: an engine's own page, and the exporter's page about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine import BLOCK_SIZE, MAX_NUM_SEQS
+from page import Page
+from tiny_model import BYTES_PER_TOKEN, MAX_MODEL_LEN
+
+REQUEST_LENGTHS = (512, 1024)
+SOURCES = ("model_config", "vllm", "vllm_models", "vllm_version")
+
+BLOCKS_OF_LONGEST = MAX_MODEL_LEN // BLOCK_SIZE
+
+# What the exporter's label `length` stands for, in tokens.
+_LENGTHS = {"max": MAX_MODEL_LEN, **{str(tokens): tokens for tokens in REQUEST_LENGTHS}}
+
+
+@dataclass(frozen=True)
+class EngineSays:
+    """The engine's /metrics, in vLLM's names."""
+
+    page: Page
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks of the pool, the null block that is never usable included."""
+        return int(self.page.all("vllm:cache_config_info")[0].labels["num_gpu_blocks"])
+
+    @property
+    def usage(self) -> float:
+        """Used over usable blocks, 0-1."""
+        return self.page.value("vllm:kv_cache_usage_perc")
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that live requests hold."""
+        return round(self.usage * (self.num_gpu_blocks - 1))
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return int(self.page.value("vllm:num_requests_running"))
+
+    def waiting(self, reason: str = "capacity") -> int:
+        """Requests that wait for `capacity` (blocks or a seat), or are `deferred`."""
+        return int(self.page.value("vllm:num_requests_waiting_by_reason", reason=reason))
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that have lost their blocks since the engine started."""
+        return int(self.page.value("vllm:num_preemptions_total"))
+
+    def exporter_should_say(self) -> dict[str, float]:
+        """Every series that the exporter has to show of this engine, from the engine's page and the facts of the model."""
+        usable, used = self.num_gpu_blocks - 1, self.used_blocks
+        block_bytes = BLOCK_SIZE * BYTES_PER_TOKEN
+        series = {
+            "kvcache_capacity_blocks": usable,
+            "kvcache_capacity_bytes": usable * block_bytes,
+            "kvcache_capacity_tokens": self.num_gpu_blocks * BLOCK_SIZE,
+            "kvcache_used_blocks": used,
+            "kvcache_used_bytes": used * block_bytes,
+            "kvcache_used_tokens": used * BLOCK_SIZE,
+            "kvcache_usage_ratio": self.usage,
+            "kvcache_headroom_blocks": usable - used,
+            "kvcache_headroom_bytes": (usable - used) * block_bytes,
+            "kvcache_headroom_tokens": (usable - used) * BLOCK_SIZE,
+            "kvcache_bytes_per_token": BYTES_PER_TOKEN,
+            "kvcache_bytes_per_request": 0,
+            "kvcache_capacity_mismatch_ratio": 0,
+            "kvcache_requests_running": self.running,
+            "kvcache_requests_waiting{capacity}": self.waiting("capacity"),
+            "kvcache_requests_waiting{deferred}": self.waiting("deferred"),
+            "kvcache_preemptions_total": self.preemptions,
+            "kvcache_prefix_cache_query_tokens_total": self.page.value("vllm:prefix_cache_queries_total"),
+            "kvcache_prefix_cache_hit_tokens_total": self.page.value("vllm:prefix_cache_hits_total"),
+            "kvcache_reading_ambiguous": 0,
+        }
+        # Those who wait are served first, and may be as long as the engine allows.
+        free_blocks = max(0, usable - used - self.waiting() * BLOCKS_OF_LONGEST)
+        free_seats = max(0, MAX_NUM_SEQS - self.running - self.waiting())
+        for length, tokens in _LENGTHS.items():
+            blocks = -(-tokens // BLOCK_SIZE)
+            series[f"kvcache_request_length_tokens{{{length}}}"] = tokens
+            series[f"kvcache_request_slots{{{length}}}"] = min(usable // blocks, MAX_NUM_SEQS)
+            series[f"kvcache_remaining_request_slots{{{length}}}"] = min(free_blocks // blocks, free_seats)
+        return series
+
+
+@dataclass(frozen=True)
+class ExporterSays:
+    """The exporter's /metrics, with one engine on it or none."""
+
+    page: Page
+
+    @cached_property
+    def series(self) -> dict[str, float]:
+        """Every series of the engine, but for the one that only carries labels."""
+        own = {"target", "engine", "model_name"}
+        series = {}
+        for sample in self.page.samples:
+            if "engine" in sample.labels and sample.name != "kvcache_engine_info":
+                more = ",".join(value for label, value in sample.labels.items() if label not in own)
+                series[sample.name + (f"{{{more}}}" if more else "")] = sample.value
+        return series
+
+    @property
+    def read_at(self) -> float:
+        """When the exporter began to read the engine's page (Unix seconds); 0 when it never could."""
+        return self.page.get("kvcache_last_success_timestamp_seconds", source="vllm") or 0.0
+
+    @property
+    def read_for(self) -> float:
+        """How long that took (seconds)."""
+        return self.page.value("kvcache_poll_duration_seconds", source="vllm")
+
+    @property
+    def sources_up(self) -> tuple[str, ...]:
+        """Sources that answered at their last try."""
+        return tuple(sorted(sample.labels["source"] for sample in self.page.all("kvcache_up") if sample.value == 1))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to find out about the engine."""
+        return self.sources_up == SOURCES and bool(self.series)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Requests that the empty engine holds, for the longest and each further length."""
+        return tuple(int(self.series[f"kvcache_request_slots{{{length}}}"]) for length in _LENGTHS)
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """Requests that still fit, for the longest and each further length."""
+        return tuple(int(self.series[f"kvcache_remaining_request_slots{{{length}}}"]) for length in _LENGTHS)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for blocks or a seat."""
+        return int(self.series["kvcache_requests_waiting{capacity}"])
+
+    @property
+    def as_logged(self) -> tuple[str, int, int]:
+        """Usage in percent, running and waiting, as vLLM prints them in its log."""
+        waiting = self.waiting + int(self.series["kvcache_requests_waiting{deferred}"])
+        return f"{self.series['kvcache_usage_ratio'] * 100:.1f}", int(self.series["kvcache_requests_running"]), waiting
+
+
+def differences(engine: EngineSays, exporter: ExporterSays) -> list[str]:
+    """Every number of the engine that the two sides do not have in common."""
+    expected, shown = engine.exporter_should_say(), exporter.series
+    names = sorted(expected.keys() | shown.keys())
+    return [
+        f"{name}: {shown.get(name)} instead of {expected.get(name)}" for name in names if shown.get(name) != expected.get(name)
+    ]
