@@ -41,6 +41,7 @@ targets:
   decode_context_parallel_size: 2
   max_num_batched_tokens: 4096
   num_speculative_tokens: 1
+  kv_cache_bytes_per_token: 131072
   max_num_seqs: 256
   max_model_len: 8192
   dtype: float16
@@ -66,6 +67,7 @@ targets:
                 decode_context_parallel_size=2,
                 max_num_batched_tokens=4096,
                 num_speculative_tokens=1,
+                kv_cache_bytes_per_token=131_072,
                 max_num_seqs=256,
                 max_model_len=8192,
                 dtype="float16",
@@ -121,8 +123,8 @@ TARGETS = "targets: [{url: http://a:1}]\n"
         (
             "targets: [{url: http://a:1, zzz: 1}]",
             "/etc/kvcache/config.yml:1: targets[0].zzz: is not a setting; known here: bearer_token_file, ca_file, "
-            "decode_context_parallel_size, dtype, max_model_len, max_num_batched_tokens, max_num_seqs, model_config, name, "
-            "num_speculative_tokens, pipeline_parallel_size, tensor_parallel_size, url",
+            "decode_context_parallel_size, dtype, kv_cache_bytes_per_token, max_model_len, max_num_batched_tokens, "
+            "max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, tensor_parallel_size, url",
         ),
         (TARGETS + "nvml: maybe", "/etc/kvcache/config.yml:2: nvml: 'maybe' is neither true nor false"),
         (TARGETS + "nvml: true\nnvml: false", "/etc/kvcache/config.yml:3: nvml: is given twice; keep one"),

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvcache_exporter.capacity import num_gpu_blocks_for
 from kvcache_exporter.errors import UnsupportedModelError
+from kvcache_exporter.kv_cache_spec import EngineConfig, kv_cache_layout
 from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.model_config.layers import (
     AttentionLayer,
     CacheLayer,
+    CompressedLatentLayer,
     CrossAttentionLayer,
     GatedDeltaNetLayer,
     KimiDeltaAttentionLayer,
@@ -22,6 +27,7 @@ from kvcache_exporter.model_config.layers import (
     Mamba2Layer,
     MLALayer,
     ShortConvLayer,
+    SlidingLatentLayer,
     SparseIndexerLayer,
 )
 from lab import DATA, LLAMA_8B
@@ -111,7 +117,7 @@ def test_falcon_new_decoder_keeps_its_kv_heads() -> None:
     "field", ["n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups"]
 )
 def test_spellings_of_kv_heads(field: str) -> None:
-    assert heads(**{field: 4}) == (4, 128)
+    assert attention(parse_model_config({**PLAIN, field: 4})).num_kv_heads == 4
 
 
 def test_of_two_spellings_of_kv_heads_vllms_first_counts() -> None:
@@ -120,7 +126,7 @@ def test_of_two_spellings_of_kv_heads_vllms_first_counts() -> None:
 
 @pytest.mark.parametrize("field", ["head_dim", "hidden_size_per_head", "kv_channels", "attention_head_dim"])
 def test_head_dim_that_is_given_wins_over_the_derived_one(field: str) -> None:
-    assert heads(num_key_value_heads=8, **{field: 256}) == (8, 256)
+    assert attention(parse_model_config({**PLAIN, "num_key_value_heads": 8, field: 256})) == AttentionLayer(8, 256, 256)
 
 
 def test_null_counts_as_not_given() -> None:
@@ -288,6 +294,17 @@ def test_layer_of_the_models_own_drafts(name: str, draft: tuple[CacheLayer, ...]
     assert real(name).draft_layer == draft
 
 
+def test_compressed_latents_lie_beside_a_window() -> None:
+    """Ratio 4 has an index and twice the raw tokens; ratio 128 has neither."""
+    model = real("DeepSeek-V4-Flash")
+    assert Counter(len(layers) for layers in model.decoder_layers) == {1: 2, 3: 20, 5: 21}
+    assert model.decoder_layers[3] == (
+        SlidingLatentLayer(584, sliding_window=128, block_size=64),
+        CompressedLatentLayer(584, tokens_per_state=128),
+        SlidingLatentLayer(4096, sliding_window=128, block_size=8),
+    )
+
+
 # States
 
 
@@ -387,7 +404,7 @@ def test_dtype_of_recurrent_states(architecture: str, fields: Mapping[str, str],
         "ssm_state_size": 128,
         "n_groups": 8,
         "conv_kernel": 4,
-        "hybrid_override_pattern": "M*",
+        "hybrid_override_pattern": "M*" * 16,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
         "linear_key_head_dim": 128,
@@ -410,7 +427,7 @@ def test_mixers_that_keep_a_checkpoint_for_prefill(name: str, expected: bool) ->
 
 def test_whisper_keeps_both_in_every_decoder_layer() -> None:
     model = real("whisper-large-v3")
-    assert set(model.decoder_layers) == {(AttentionLayer(20, 64, 64), CrossAttentionLayer(20, 64))}
+    assert set(model.decoder_layers) == {(AttentionLayer(20, 64, 64), CrossAttentionLayer(20, 64, encoder_tokens=1500))}
     assert (len(model.decoder_layers), model.max_model_len) == (32, 448)
 
 
@@ -454,7 +471,8 @@ def test_nested_llama_states_only_what_differs_from_the_defaults_of_hugging_face
 
 def test_null_field_is_not_filled_with_a_default() -> None:
     assert refusal(num_hidden_layers=None) == (
-        "LlamaForCausalLM: config.json has no num_hidden_layers or n_layer or num_layers or n_layers or decoder_layers"
+        "LlamaForCausalLM: config.json has no num_hidden_layers or n_layer or num_layers or n_layers or decoder_layers "
+        "or num_transformer_layers"
     )
 
 
@@ -484,7 +502,7 @@ def test_falcon_ignores_the_flag_for_the_cache() -> None:
 @pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
 def test_cache_format_of_the_checkpoint(field: str, quantization: Mapping[str, Any], expected: str | None) -> None:
     """FP8 weights alone leave the cache as it is."""
-    assert read(**{field: quantization}).kv_cache_dtype == expected
+    assert parse_model_config({**PLAIN, field: quantization}).kv_cache_dtype == expected
 
 
 # Length
@@ -545,13 +563,30 @@ def test_length_of_real_models(name: str, expected: int) -> None:
 
 # Refusals
 
-UNKNOWN = "is not known, so its bytes are not stated; figures in blocks go on"
+UNSTATED = "its bytes are not stated, figures in blocks go on"
 
 
 @pytest.mark.parametrize(
     ("architecture", "fields", "sentence"),
     [
-        ("NewDesignForCausalLM", {}, f"the KV-cache layout of architecture NewDesignForCausalLM {UNKNOWN}"),
+        (
+            "NewDesignForCausalLM",
+            {"kv_lora_rank": 512},
+            "the KV-cache layout of architecture NewDesignForCausalLM is not known, and its field kv_lora_rank = 512 hints at "
+            f"another design; {UNSTATED}",
+        ),
+        (
+            "NewEncoder",
+            {},
+            "the KV-cache layout of architecture NewEncoder is not known, and it does not call itself a language model; "
+            f"{UNSTATED}",
+        ),
+        (
+            "NewDesignForCausalLM",
+            {"num_hidden_layers": None},
+            "the KV-cache layout of architecture NewDesignForCausalLM is not known, and it states no num_hidden_layers; "
+            f"{UNSTATED}",
+        ),
         (
             "LlamaForCausalLM",
             {"compress_ratios": [1, 4]},
@@ -640,13 +675,56 @@ UNKNOWN = "is not known, so its bytes are not stated; figures in blocks go on"
         ),
         (
             "LlamaForCausalLM",
-            {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}},
-            "LlamaForCausalLM: kv_cache_scheme = {'num_bits': 8, 'type': 'int'} is not a KV-cache format that this exporter knows",
+            {"quantization_config": {"kv_cache_scheme": {"num_bits": 4}}},
+            "LlamaForCausalLM: kv_cache_scheme = {'num_bits': 4} is not a KV-cache format that this exporter knows",
         ),
     ],
 )
 def test_refusal_names_field_and_value(architecture: str, fields: Mapping[str, Any], sentence: str) -> None:
     assert refusal(architecture, **fields) == sentence
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"sliding_window": 4096},
+        {"attention_chunk_size": 8192},
+        {"kv_lora_rank": 512},
+        {"index_topk": 2048},
+        {"mamba_d_state": 16},
+        {"ssm_state_size": 128},
+        {"linear_num_key_heads": 16},
+        {"conv_L_cache": 3},
+        {"num_kv_shared_layers": 4},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"hybrid_override_pattern": "M*"},
+        {"cross_attention_layers": [3]},
+        {"is_encoder_decoder": True},
+    ],
+)
+def test_unknown_architecture_with_a_field_of_another_design_is_refused(field: Mapping[str, Any]) -> None:
+    assert "hints at another design" in refusal("NewDesignForCausalLM", **field)
+
+
+@pytest.mark.parametrize("field", ["compress_ratios", "kv_source_layer_ids", "use_cla"])
+@pytest.mark.parametrize("architecture", ["NewDesignForCausalLM", "LlamaForCausalLM"])
+def test_field_of_a_design_that_no_reader_knows_is_named(architecture: str, field: str) -> None:
+    expected = f"{architecture}: {field} = [4] stands for a cache layout that this exporter does not know"
+    assert refusal(architecture, **{field: [4]}) == expected
+
+
+def test_pattern_of_the_wrong_length_is_refused() -> None:
+    mamba = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
+    reason = refusal("NemotronHForCausalLM", hybrid_override_pattern="M*", num_hidden_layers=52, **mamba)
+    assert "hybrid_override_pattern = 'M*' is not a list of 52 entries" in reason
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"num_experts": 64, "layer_types": ["full_attention"] * 32}])
+def test_unknown_architecture_that_is_plainly_a_decoder_is_read_and_marked(fields: Mapping[str, Any]) -> None:
+    model = read("NewDesignForCausalLM", num_key_value_heads=8, **fields)
+    assert (model.architecture, model.is_assumed) == ("NewDesignForCausalLM", True)
+    assert set(model.decoder_layers) == {(AttentionLayer(8, 128, 128),)}
+    assert not read().is_assumed
 
 
 def test_refusal_carries_field_and_value() -> None:
@@ -657,7 +735,9 @@ def test_refusal_carries_field_and_value() -> None:
 
 def test_unknown_model_inside_a_known_wrapper_is_refused() -> None:
     config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {**PLAIN, "architectures": ["NewForCausalLM"]}}
-    with pytest.raises(UnsupportedModelError, match="LlavaForConditionalGeneration with a language model NewForCausalLM"):
+    with pytest.raises(
+        UnsupportedModelError, match="LlavaForConditionalGeneration is not known, and neither is its language model"
+    ):
         parse_model_config(config)
 
 
@@ -669,3 +749,34 @@ def test_known_model_inside_an_unknown_wrapper_is_refused() -> None:
 def test_config_without_architecture_and_model_type_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="layout of architecture None is not known"):
         parse_model_config({})
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, 0, 1, -1, 3, 2.5, True, "", "x", "8", "float32", "full_attention", float("inf"), float("nan")),
+    *([], [1], [[1]], ["a"], [{}], {}, {"a": 1}),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_any_odd_value_in_a_real_file_is_read_or_refused(data: st.DataObject) -> None:
+    """Whatever stands in one field: a layout, or one sentence that refuses it; nothing else is raised."""
+    file = data.draw(st.sampled_from(sorted((DATA / "models").glob("*.json"))))
+    config = json.loads(file.read_text())
+    inner = config.get("text_config", config)
+    extra = (
+        "num_kv_shared_layers",
+        "sliding_window_pattern",
+        "layer_types",
+        "rope_scaling",
+        "rope_parameters",
+        "index_topk_pattern",
+    )
+    field = data.draw(st.sampled_from(sorted({*inner, *extra})))
+    inner[field] = data.draw(st.sampled_from(ODD_VALUES))
+    try:
+        layout = kv_cache_layout(parse_model_config(config), EngineConfig(pipeline_parallel_size=2))
+    except UnsupportedModelError:
+        return
+    assert layout.reserved_blocks(1000) > 0
+    assert num_gpu_blocks_for(layout, 10**10) >= 0

@@ -150,8 +150,8 @@ def test_one_block_more_than_a_request_takes_is_needed() -> None:
         (("--vllm-version", "main"), "'main' is not a version such as 0.32.0"),
         (("--speculative-config", "{}"), "'{}' is not an object with method and num_speculative_tokens"),
         (
-            ("--speculative-config", '{"method": "eagle3", "num_speculative_tokens": 1}'),
-            "what method 'eagle3' keeps in the cache is not known here; mtp is",
+            ("--speculative-config", '{"method": "medusa", "num_speculative_tokens": 1}'),
+            "what method 'medusa' keeps in the cache is not known here; mtp, ngram, and a draft model by its path are",
         ),
         (("--port", "8000"), "No such option"),
     ],

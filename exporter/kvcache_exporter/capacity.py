@@ -37,7 +37,8 @@ def capacity_of(reading: EngineReading, layout: KVCacheLayout | None, max_model_
         return None
     reported = reading.kv_cache_size_tokens
     computed = None
-    if reported is None and layout is not None and _is_settled(layout, max_model_len):
+    # Of hybrids and windows vLLM's figure is an equivalent that rests on flags which no page shows: only its own will do.
+    if reported is None and layout is not None and layout.tokens_per_block is not None:
         computed = kv_cache_size_tokens(layout, reading.num_gpu_blocks, max_model_len)
     tokens = computed if reported is None else reported
     return Capacity(
@@ -63,14 +64,6 @@ def _mismatch_ratio(reading: EngineReading, layout: KVCacheLayout | None, max_mo
     return reported / min(max(reported, least), most) - 1
 
 
-def _is_settled(layout: KVCacheLayout, max_model_len: int | None) -> bool:
-    """Whether vLLM's token figure follows from what is known: windows make it depend on max_num_batched_tokens."""
-    if layout.engine.max_num_batched_tokens is not None or layout.engine.vllm_version < (0, 22) or max_model_len is None:
-        return True
-    least, most = _reserved_range(layout, max_model_len)
-    return least == most
-
-
 def _reserved_range(layout: KVCacheLayout, max_model_len: int) -> tuple[int, int]:
     """Blocks of a max_model_len request with nothing and with everything in flight."""
     return layout.reserved_blocks(max_model_len, in_flight_tokens=1), layout.reserved_blocks(
@@ -80,7 +73,7 @@ def _reserved_range(layout: KVCacheLayout, max_model_len: int) -> tuple[int, int
 
 def num_gpu_blocks_for(layout: KVCacheLayout, available_bytes_per_rank: int) -> int:
     """Blocks that vLLM cuts from the memory that each rank has for the cache, null block included; the tightest stage decides."""
-    return min(available_bytes_per_rank // size for size in layout.bytes_per_block_per_rank)
+    return min(available_bytes_per_rank // size for size in layout.bytes_per_block_per_rank if size)
 
 
 def max_concurrency(layout: KVCacheLayout, num_gpu_blocks: int, max_model_len: int) -> float:
@@ -104,8 +97,8 @@ def kv_cache_size_tokens(layout: KVCacheLayout, num_gpu_blocks: int, max_model_l
 def requests_that_fit(blocks: int, *, admitted: int, held: int) -> int:
     """Requests that can be started in so many blocks, one after the other, and all go on.
 
-    `admitted` blocks have to be free for one to start, `held` it keeps. The two differ where layers have a window: while its prompt
-    is read, a request needs more than its windows.
+    `admitted` blocks have to be free for one to start, `held` it keeps. The two differ where layers have a window: while its
+    prompt is read, a request needs more than its windows.
     """
     return 0 if blocks < admitted else (blocks - admitted) // held + 1
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,14 @@ def plan(model: Path, lengths: tuple[int, ...], kv_bytes: int | None, as_json: b
     try:
         file = find_config_json(model)
         parsed = parse_model_config(load_config_json(file))
+        speculation = _speculation(flags["speculative_config"])
         made = make_plan(
-            parsed, _engine_config(flags), kv_bytes_per_rank=kv_bytes, weight_bytes=weight_bytes(file.parent), lengths=lengths
+            parsed,
+            _engine_config(flags, speculation),
+            kv_bytes_per_rank=kv_bytes,
+            draft=None if speculation.draft is None else parse_model_config(load_config_json(speculation.draft)),
+            weight_bytes=weight_bytes(file.parent),
+            lengths=lengths,
         )
     except SourceError as error:
         raise click.ClickException(str(error)) from error
@@ -104,7 +111,7 @@ def plan(model: Path, lengths: tuple[int, ...], kv_bytes: int | None, as_json: b
     click.echo(json.dumps(plan_as_json(made), indent=2) if as_json else plan_as_text(made))
 
 
-def _engine_config(flags: dict[str, Any]) -> EngineConfig:
+def _engine_config(flags: dict[str, Any], speculation: _Speculation) -> EngineConfig:
     from kvcache_exporter.gpus import find_gpu
     from kvcache_exporter.kv_cache_spec.engine_config import NEWEST_VLLM_VERSION, EngineConfig, parse_vllm_version
 
@@ -115,7 +122,6 @@ def _engine_config(flags: dict[str, Any]) -> EngineConfig:
     version = NEWEST_VLLM_VERSION if flags["vllm_version"] is None else parse_vllm_version(flags["vllm_version"])
     if version is None:
         raise click.BadParameter(f"{flags['vllm_version']!r} is not a version such as 0.32.0", param_hint="--vllm-version")
-    tokens = _speculative_tokens(flags["speculative_config"])
     return EngineConfig(
         block_size=flags["block_size"],
         kv_cache_dtype=flags["kv_cache_dtype"],
@@ -131,28 +137,40 @@ def _engine_config(flags: dict[str, Any]) -> EngineConfig:
         mamba_cache_dtype=flags["mamba_cache_dtype"],
         mamba_ssm_cache_dtype=flags["mamba_ssm_cache_dtype"],
         kv_cache_dtype_skip_layers=flags["kv_cache_dtype_skip_layers"],
-        num_speculative_tokens=tokens,
-        num_draft_layers=1 if tokens else 0,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        num_draft_layers=speculation.num_draft_layers,
         gpu_memory_bytes=gpu.memory_bytes,
         gpu_name=gpu.name,
         vllm_version=version,
     )
 
 
-def _speculative_tokens(text: str | None) -> int:
-    """Speculative tokens of a multi-token-prediction setup; 0 without speculation."""
+@dataclass(frozen=True)
+class _Speculation:
+    """What --speculative-config comes to: layers of the model's own, or a draft model."""
+
+    num_speculative_tokens: int = 0
+    num_draft_layers: int = 0
+    draft: Path | None = None
+
+
+def _speculation(text: str | None) -> _Speculation:
     if text is None:
-        return 0
+        return _Speculation()
     try:
         config = json.loads(text)
-        method, tokens = str(config["method"]), int(config["num_speculative_tokens"])
-    except (ValueError, KeyError, TypeError) as error:
+        method, tokens = str(config.get("method", "draft_model")), int(config["num_speculative_tokens"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{text!r} is not an object with method and num_speculative_tokens"
         raise click.BadParameter(message, param_hint="--speculative-config") from error
-    if not method.endswith("mtp"):
-        message = f"what method {method!r} keeps in the cache is not known here; mtp is"
-        raise click.BadParameter(message, param_hint="--speculative-config")
-    return tokens
+    if method.endswith("mtp"):
+        return _Speculation(tokens, num_draft_layers=1)
+    if method == "ngram":
+        return _Speculation(tokens)
+    if config.get("model") and method in ("draft_model", "eagle", "eagle3"):
+        return _Speculation(tokens, draft=Path(config["model"]))
+    message = f"what method {method!r} keeps in the cache is not known here; mtp, ngram, and a draft model by its path are"
+    raise click.BadParameter(message, param_hint="--speculative-config")
 
 
 def _refuse(reason: str, *, as_json: bool) -> None:

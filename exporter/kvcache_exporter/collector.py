@@ -228,7 +228,8 @@ ENGINE_FAMILIES = (
 ENGINE_INFO = Family(
     "kvcache_engine_info",
     "1; what the numbers of this engine rest on. source: where the block count comes from; tokens_source and "
-    "max_model_len_source likewise. An empty label is not known.",
+    "max_model_len_source likewise. layout_source: computed by the rules of a known architecture, configured (bytes a token), or "
+    "assumed for an unknown one that reads like a plain decoder, and where no dtype is stated. An empty label is not known.",
     (
         *_ENGINE_LABELS,
         "source",
@@ -236,6 +237,7 @@ ENGINE_INFO = Family(
         "max_model_len_source",
         "vllm_version",
         "attention",
+        "layout_source",
         "cache_dtype",
         "block_size",
         "tensor_parallel_size",
@@ -424,6 +426,7 @@ def _engine_info(engine: EngineSnapshot, target: TargetSnapshot, simulated: str)
         target.max_model_len_source,
         target.vllm_version,
         None if layout is None else ",".join(sorted({group.spec.kind for group in layout.groups})),
+        engine.layout_source,
         reading.cache_dtype,
         reading.block_size,
         target.tensor_parallel_size,

@@ -36,7 +36,8 @@ class TargetConfig:
 
     `model_config` is a path (file, directory, Hugging Face cache) or the content of config.json itself; None means the `root`
     that the engine reports, where that path exists here. `max_model_len` (tokens) and `max_num_seqs` are the engine's flags;
-    None: not given.
+    None: not given. `kv_cache_bytes_per_token` (over all ranks)
+    stands in for a model whose layout is not known, as if all its layers were full attention.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TargetConfig:
     decode_context_parallel_size: int = 1
     max_num_batched_tokens: int | None = None
     num_speculative_tokens: int | None = None
+    kv_cache_bytes_per_token: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     dtype: str = "auto"
@@ -224,6 +226,7 @@ def _target(section: _Section) -> TargetConfig | None:
         decode_context_parallel_size=section.take("decode_context_parallel_size", _positive_int, 1),
         max_num_batched_tokens=section.take("max_num_batched_tokens", _positive_int, None),
         num_speculative_tokens=section.take("num_speculative_tokens", _positive_int, None),
+        kv_cache_bytes_per_token=section.take("kv_cache_bytes_per_token", _positive_int, None),
         max_num_seqs=section.take("max_num_seqs", _positive_int, None),
         max_model_len=section.take("max_model_len", _positive_int, None),
         dtype=section.take("dtype", _dtype, "auto"),

@@ -36,16 +36,17 @@ def make_plan(
     engine: EngineConfig,
     *,
     kv_bytes_per_rank: int | None,
+    draft: ModelConfig | None = None,
     weight_bytes: int | None = None,
     lengths: Sequence[int] = (),
 ) -> Plan:
-    """Plan one engine. `kv_bytes_per_rank` is the memory that each rank has for its cache.
+    """Plan one engine. `kv_bytes_per_rank` is the memory that each rank has for its cache, `draft` the model that drafts for it.
 
     Raises RefusedPlanError when the layout is not known, when vLLM would refuse a flag, or when one request of max_model_len does
     not fit.
     """
     try:
-        layout = kv_cache_layout(model, engine)
+        layout = kv_cache_layout(model, engine, draft)
     except UnsupportedModelError as error:
         raise RefusedPlanError(str(error)) from error
     max_model_len = engine.max_model_len or model.max_model_len
@@ -68,6 +69,7 @@ def plan_as_json(plan: Plan) -> Mapping[str, Any]:
     bytes_per_block = layout.bytes_per_block_per_rank
     values = {
         "architecture": plan.model.architecture,
+        "assumed": layout.is_assumed or None,
         "vllm_version": ".".join(map(str, engine.vllm_version)),
         "max_model_len": plan.max_model_len,
         "max_num_batched_tokens": engine.batched_tokens,
@@ -128,6 +130,10 @@ def plan_as_text(plan: Plan) -> str:
         f"{group.spec.kind:<24}  {len(group.layers):>6}  {group.spec.block_size:>14}  {group.page_bytes:>12,}"
         for group in layout.groups
     ]
+    if plan.model.is_assumed:
+        lines.insert(1, "ASSUMED: this architecture is not known; its file reads like a plain decoder of full attention")
+    elif layout.is_assumed:
+        lines.insert(1, "ASSUMED: config.json names no dtype; vLLM then takes one of 16 bits")
     lines += ["", f"bytes a block and rank    {', '.join(f'{size:,}' for size in layout.bytes_per_block_per_rank)}"]
     lines.append(f"bytes a token, all ranks  {layout.bytes_per_token:,.0f}")
     if layout.fixed_blocks_per_request:

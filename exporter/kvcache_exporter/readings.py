@@ -32,6 +32,7 @@ class EngineReading:
     cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
     mamba_cache_mode: str | None = None
+    mamba_page_size_padded: int | None = None
     mamba_cache_dtype: str | None = None
     mamba_ssm_cache_dtype: str | None = None
     kv_cache_dtype_skip_layers: tuple[str, ...] = ()

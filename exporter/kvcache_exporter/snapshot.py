@@ -13,11 +13,15 @@ from kvcache_exporter.readings import EngineReading, NvmlReading
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """One engine: what it reported and what follows from it. `model_name` is "" when nothing tells it."""
+    """One engine: what it reported and what follows from it. `model_name` is "" when nothing tells it.
+
+    `layout_source` is `computed`, or `assumed` for an unknown architecture that was taken for a plain decoder.
+    """
 
     reading: EngineReading
     model_name: str
     layout: KVCacheLayout | None = None
+    layout_source: str | None = None
     capacity: Capacity | None = None
     headroom: Headroom | None = None
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcache_exporter.capacity import REPORTED, capacity_of
+from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.config import TargetConfig
 from kvcache_exporter.errors import SourceError, UnsupportedModelError
 from kvcache_exporter.headroom import headroom_of
 from kvcache_exporter.job import Outcome, attempt
-from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
+from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout, plain_layout
 from kvcache_exporter.kv_cache_spec.engine_config import NEWEST_VLLM_VERSION, parse_vllm_version
+from kvcache_exporter.kv_cache_spec.mamba import MambaSpec
 from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
@@ -21,6 +22,7 @@ from kvcache_exporter.sources.model_files import load_config_json
 from kvcache_exporter.sources.vllm import VllmClient
 
 CONFIGURED = "configured"
+ASSUMED = "assumed"
 
 SOURCE_PAGE = "vllm"
 SOURCE_MODELS = "vllm_models"
@@ -90,7 +92,7 @@ def target_snapshot(
             layout = _layout(config, facts, reading, max_model_len)
         except UnsupportedModelError as error:
             refusal = error
-        engines.append(_engine_snapshot(config, reading, layout, facts.served, max_model_len, request_lengths))
+        engines.append(_engine_snapshot(config, reading, layout, facts, max_model_len, request_lengths))
     snapshot = TargetSnapshot(
         name=config.name,
         url=config.url,
@@ -106,9 +108,30 @@ def target_snapshot(
 
 
 def _layout(config: TargetConfig, facts: Facts, reading: EngineReading, max_model_len: int | None) -> KVCacheLayout | None:
-    if facts.model is None or reading.block_size is None:
+    if reading.block_size is None:
         return None
-    return kv_cache_layout(facts.model, _engine_config(config, facts, reading, max_model_len))
+    engine = _engine_config(config, facts, reading, max_model_len)
+    if config.kv_cache_bytes_per_token is not None:
+        return plain_layout(engine, reading.block_size, config.kv_cache_bytes_per_token)
+    if facts.model is None:
+        return None
+    layout = kv_cache_layout(facts.model, engine)
+    pages = {group.spec.page_size_bytes for group in layout.groups if group.spec.kind == MambaSpec.kind}
+    padded = reading.mamba_page_size_padded
+    if padded is not None and pages and padded not in pages:
+        raise UnsupportedModelError(
+            f"{facts.model.architecture}: the engine pads its states to {padded} bytes, and config.json makes pages of "
+            f"{max(pages)}: it is not the engine's, or a setting of this target is not",
+            field="mamba_page_size_padded",
+            value=padded,
+        )
+    return layout
+
+
+def _layout_source(config: TargetConfig, layout: KVCacheLayout) -> str:
+    if config.kv_cache_bytes_per_token is not None:
+        return CONFIGURED
+    return ASSUMED if layout.is_assumed else COMPUTED
 
 
 def _engine_config(config: TargetConfig, facts: Facts, reading: EngineReading, max_model_len: int | None) -> EngineConfig:
@@ -145,14 +168,16 @@ def _engine_snapshot(
     config: TargetConfig,
     reading: EngineReading,
     layout: KVCacheLayout | None,
-    served: ServedModel | None,
+    facts: Facts,
     max_model_len: int | None,
     request_lengths: Sequence[int],
 ) -> EngineSnapshot:
+    served_name = None if facts.served is None else facts.served.model_name
     snapshot = EngineSnapshot(
         reading=reading,
-        model_name=reading.model_name or (None if served is None else served.model_name) or "",
+        model_name=reading.model_name or served_name or "",
         layout=layout,
+        layout_source=None if layout is None else _layout_source(config, layout),
         capacity=capacity_of(reading, layout, max_model_len),
     )
     if snapshot.capacity is None:

@@ -7,16 +7,17 @@ A layout is a tuple of groups. Every group draws whole blocks from one pool, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvcache_exporter.errors import UnsupportedModelError
 from kvcache_exporter.kv_cache_spec.engine_config import EngineConfig
 from kvcache_exporter.kv_cache_spec.full_attention import FullAttentionSpec
 from kvcache_exporter.kv_cache_spec.grouping import KVCacheGroup, group_layers
-from kvcache_exporter.kv_cache_spec.layers import place_layers
-from kvcache_exporter.kv_cache_spec.spec import Reserve
+from kvcache_exporter.kv_cache_spec.layers import PlacedLayer, place_layers
+from kvcache_exporter.kv_cache_spec.spec import Reserve, cdiv
 from kvcache_exporter.model_config import ModelConfig
 
-__all__ = ["EngineConfig", "KVCacheGroup", "KVCacheLayout", "kv_cache_layout"]
+__all__ = ["EngineConfig", "KVCacheGroup", "KVCacheLayout", "kv_cache_layout", "plain_layout"]
 
 # Longer than any request: at this length only groups that grow still grow.
 _ENDLESS = 1 << 40
@@ -27,13 +28,15 @@ class KVCacheLayout:
     """How the pool is cut. Bytes are for the whole engine unless the name says `per_rank`.
 
     `block_size` is vLLM's after alignment, `cache_dtype` what `auto` came to. A rank is one GPU; `per_rank` lists have one entry
-    a pipeline stage, whose tensor-parallel ranks are alike.
+    a pipeline stage, whose tensor-parallel ranks are alike. `is_assumed` tells that architecture or dtype is not stated by the
+    model's files.
     """
 
     groups: tuple[KVCacheGroup, ...]
     engine: EngineConfig
     block_size: int
     cache_dtype: str
+    is_assumed: bool = False
 
     @property
     def bytes_per_block_per_rank(self) -> tuple[int, ...]:
@@ -94,15 +97,26 @@ class KVCacheLayout:
         return sum(group.blocks_for_request(num_tokens) for group in self.groups)
 
 
-def kv_cache_layout(model: ModelConfig, engine: EngineConfig) -> KVCacheLayout:
-    """Lay out the cache of `model` on an engine.
+def kv_cache_layout(model: ModelConfig, engine: EngineConfig, draft: ModelConfig | None = None) -> KVCacheLayout:
+    """Lay out the cache of `model` on an engine, and that of a draft model beside it.
 
     Raises UnsupportedModelError when a dtype is not known, or for what vLLM would refuse (a tensor-parallel size, for one).
     """
-    layers, resolved = place_layers(model, engine)
-    groups = group_layers(
-        layers,
-        disable_hybrid_kv_cache_manager=engine.disable_hybrid_kv_cache_manager,
-        vllm_version=engine.vllm_version,
-    )
-    return KVCacheLayout(groups, engine, resolved.block_size, resolved.cache_dtype)
+    try:
+        layers, resolved = place_layers(model, engine, draft)
+        groups = group_layers(
+            layers,
+            disable_hybrid_kv_cache_manager=engine.disable_hybrid_kv_cache_manager,
+            vllm_version=engine.vllm_version,
+        )
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{model.architecture}: {error}", field=error.field, value=error.value) from error
+    return KVCacheLayout(groups, engine, resolved.block_size, resolved.cache_dtype, model.is_assumed or resolved.is_dtype_assumed)
+
+
+def plain_layout(engine: EngineConfig, block_size: int, bytes_per_token: int) -> KVCacheLayout:
+    """The layout of a model of which only the bytes of a token over all ranks are given: one group of full attention."""
+    ranks = engine.tensor_parallel_size
+    spec = FullAttentionSpec(block_size, head_bytes=cdiv(bytes_per_token, ranks))
+    flat = replace(engine, pipeline_parallel_size=1)
+    return KVCacheLayout((KVCacheGroup((PlacedLayer(spec, 0),)),), flat, block_size, engine.kv_cache_dtype)

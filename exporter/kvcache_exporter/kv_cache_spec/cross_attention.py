@@ -12,11 +12,11 @@ from kvcache_exporter.kv_cache_spec.spec import Reserve, cdiv
 
 @dataclass(frozen=True)
 class CrossAttentionSpec(AttentionSpec):
-    """As long as the encoder's input, for which vLLM counts `max_num_encoder_input_tokens`."""
+    """As long as the encoder's output: `encoder_tokens` at most; at start-up vLLM counts `max_num_encoder_input_tokens`."""
 
     kind: ClassVar[str] = "cross_attention"
 
-    max_num_encoder_input_tokens: int = 0
+    encoder_tokens: int = 0
 
     @property
     def same_slots_as(self) -> Hashable:
@@ -24,9 +24,9 @@ class CrossAttentionSpec(AttentionSpec):
         return ("cross", self.block_size)
 
     def reserved_blocks(self, reserve: Reserve) -> int:
-        """The longest encoder input."""
+        """The longest input that the scheduler takes."""
         return cdiv(reserve.max_num_encoder_input_tokens, self.block_size)
 
     def blocks_for_request(self, num_tokens: int) -> int:
-        """The longest encoder input, whatever the decoder has produced."""
-        return cdiv(self.max_num_encoder_input_tokens, self.block_size)
+        """The longest output of the encoder, whatever the decoder has produced."""
+        return cdiv(self.encoder_tokens, self.block_size)

@@ -10,17 +10,20 @@ from dataclasses import dataclass, replace
 
 from kvcache_exporter.errors import UnsupportedModelError
 from kvcache_exporter.kv_cache_spec.full_attention import FullAttentionSpec
+from kvcache_exporter.kv_cache_spec.latent import SlidingWindowMLASpec
 from kvcache_exporter.kv_cache_spec.layers import PlacedLayer
 from kvcache_exporter.kv_cache_spec.mamba import MambaSpec
+from kvcache_exporter.kv_cache_spec.packing import pack_layers
 from kvcache_exporter.kv_cache_spec.sliding_window import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from kvcache_exporter.kv_cache_spec.spec import KVCacheSpec, Reserve, cdiv
 
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers that share block tables."""
+    """Layers that share block tables; `packed` ones lie side by side in a block, whatever the size of their pages."""
 
     layers: tuple[PlacedLayer, ...]
+    packed: bool = False
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -30,12 +33,12 @@ class KVCacheGroup:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block in one layer if all are alike, else over all layers."""
-        sizes = {layer.spec.page_size_bytes for layer in self.layers}
-        return sizes.pop() if len(sizes) == 1 else sum(layer.spec.page_size_bytes for layer in self.layers)
+        sizes = [layer.spec.page_size_bytes for layer in self.layers]
+        return sizes[0] if len(set(sizes)) == 1 and not self.packed else sum(sizes)
 
     def on_stage(self, stage: int) -> KVCacheGroup:
         """The part of the group that one pipeline stage holds."""
-        return KVCacheGroup(tuple(layer for layer in self.layers if layer.stage == stage))
+        return replace(self, layers=tuple(layer for layer in self.layers if layer.stage == stage))
 
     def bytes_per_block(self, stage: int) -> int:
         """Bytes of one block over this group's layers on one rank of a stage."""
@@ -56,6 +59,8 @@ def group_layers(
     """Group all layers of a model. Raises UnsupportedModelError when vLLM could not lay them out."""
     if disable_hybrid_kv_cache_manager:
         layers = _without_windows(layers)
+    if any(isinstance(layer.spec, SlidingWindowMLASpec) for layer in layers):
+        return tuple(KVCacheGroup(members, packed=True) for members in pack_layers(layers))
     if len({layer.spec for layer in layers}) == 1 or len({layer.spec.same_slots_as for layer in layers}) == 1:
         return (KVCacheGroup(tuple(layers)),)
     return _equal_groups(_equal_pages(layers, vllm_version), vllm_version)

@@ -11,7 +11,7 @@ from kvcache_exporter.kv_cache_spec import cache_dtype as dtypes
 from kvcache_exporter.kv_cache_spec.cross_attention import CrossAttentionSpec
 from kvcache_exporter.kv_cache_spec.engine_config import EngineConfig
 from kvcache_exporter.kv_cache_spec.full_attention import FullAttentionSpec
-from kvcache_exporter.kv_cache_spec.latent import MLAAttentionSpec
+from kvcache_exporter.kv_cache_spec.latent import MLAAttentionSpec, SlidingWindowMLASpec
 from kvcache_exporter.kv_cache_spec.mamba import MambaSpec, StateDtypes, state_bytes
 from kvcache_exporter.kv_cache_spec.pipeline import stage_of_layers
 from kvcache_exporter.kv_cache_spec.sliding_window import ChunkedLocalAttentionSpec, SlidingWindowSpec
@@ -20,9 +20,11 @@ from kvcache_exporter.model_config import ModelConfig
 from kvcache_exporter.model_config.layers import (
     AttentionLayer,
     CacheLayer,
+    CompressedLatentLayer,
     CrossAttentionLayer,
     DecoderLayer,
     MLALayer,
+    SlidingLatentLayer,
     SparseIndexerLayer,
 )
 
@@ -36,8 +38,21 @@ _LARGEST_COMMON_HEAD = 256
 _FP8_DS_MLA_BYTES = 656
 # Hybrids with latents: their decode kernels want the number of kernel blocks aligned to this many tokens.
 _LATENT_HYBRID_BLOCK_SIZE = 128
+# DeepSeek-V4 keeps pages of several sizes in one block: each is rounded up to a whole row, and its block of tokens is fixed.
+_PACKED_ALIGNMENT = 576
+_PACKED_BLOCK_SIZE = 256
 # An index key is fp8 with one fp32 scale for each 128 elements, whatever the cache dtype.
 _INDEX_SCALE_ELEMENTS = 128
+
+
+_NOT_STATES = (
+    AttentionLayer,
+    CrossAttentionLayer,
+    MLALayer,
+    SparseIndexerLayer,
+    CompressedLatentLayer,
+    SlidingLatentLayer,
+)
 
 
 @dataclass(frozen=True)
@@ -50,20 +65,26 @@ class PlacedLayer:
 
 @dataclass(frozen=True)
 class ResolvedCache:
-    """What the flags come to for a model: `block_size` tokens after all alignment, and the dtype of cached elements."""
+    """What the flags come to for a model: `block_size` tokens after all alignment, and the dtype of cached elements.
+
+    `is_dtype_assumed` tells that neither flag nor file states a dtype; vLLM then takes one of 16 bits.
+    """
 
     block_size: int
     cache_dtype: str
+    is_dtype_assumed: bool
 
 
-def place_layers(model: ModelConfig, engine: EngineConfig) -> tuple[tuple[PlacedLayer, ...], ResolvedCache]:
-    """The layers that keep something, in the order of the model, and what the flags came to.
+def place_layers(
+    model: ModelConfig, engine: EngineConfig, draft: ModelConfig | None = None
+) -> tuple[tuple[PlacedLayer, ...], ResolvedCache]:
+    """The layers that keep something, in the order of the model, and what the flags came to; those of a draft model come last.
 
     Raises UnsupportedModelError for a dtype that is not known and for what vLLM refuses.
     """
     if model.num_attention_heads % engine.tensor_parallel_size:
         raise UnsupportedModelError(
-            f"{model.architecture}: vLLM refuses tensor_parallel_size {engine.tensor_parallel_size}, "
+            f"vLLM refuses tensor_parallel_size {engine.tensor_parallel_size}, "
             f"since it does not divide the {model.num_attention_heads} attention heads",
             field="tensor_parallel_size",
             value=engine.tensor_parallel_size,
@@ -77,17 +98,21 @@ def place_layers(model: ModelConfig, engine: EngineConfig) -> tuple[tuple[Placed
     ]
     placed += [
         PlacedLayer(builder.spec(layer, len(stages) + index), stages[-1])
-        for index, decoder_layer in enumerate(_draft_layers(model, engine))
+        for index, decoder_layer in enumerate(_draft_layers(model, engine, draft))
         for layer in decoder_layer
     ]
-    return tuple(placed), ResolvedCache(builder.block_size, builder.cache_dtype)
+    if not placed:
+        raise UnsupportedModelError("no layer keeps a cache", field="num_hidden_layers", value=len(stages))
+    return tuple(placed), ResolvedCache(builder.block_size, builder.cache_dtype, builder.is_dtype_assumed)
 
 
-def _draft_layers(model: ModelConfig, engine: EngineConfig) -> Iterator[DecoderLayer]:
+def _draft_layers(model: ModelConfig, engine: EngineConfig, draft: ModelConfig | None) -> Iterator[DecoderLayer]:
+    if draft is not None:
+        yield from draft.decoder_layers
     for _ in range(engine.num_draft_layers):
         if model.draft_layer is None:
             raise UnsupportedModelError(
-                f"{model.architecture}: the layers that its drafts would add are not known",
+                "the layers that its drafts would add are not known",
                 field="speculative_config",
                 value="mtp",
             )
@@ -103,11 +128,13 @@ class _Builder:
         kinds = {type(layer) for layers in model.decoder_layers for layer in layers}
         self._is_sparse = SparseIndexerLayer in kinds
         self._has_latents = MLALayer in kinds
+        self._is_packed = CompressedLatentLayer in kinds
         self._model_dtype = _served_dtype(engine)
         self.cache_dtype = self._resolve_cache_dtype()
+        self.is_dtype_assumed = model.dtype is None and engine.dtype == "auto" and self.cache_dtype == self._model_dtype
         if dtypes.is_turboquant(self.cache_dtype) and not engine.kv_cache_dtype_skip_layers:
             raise UnsupportedModelError(
-                f"{model.architecture}: with {self.cache_dtype} vLLM leaves outer layers unquantized by a rule of its own; "
+                f"with {self.cache_dtype} vLLM leaves outer layers unquantized by a rule of its own; "
                 "name them with kv_cache_dtype_skip_layers",
                 field="kv_cache_dtype",
                 value=self.cache_dtype,
@@ -127,10 +154,16 @@ class _Builder:
                 block_size=self.block_size,
                 num_kv_heads=self._heads_of_rank(layer.num_kv_heads),
                 head_bytes=dtypes.head_bytes(self.cache_dtype, layer.head_size, layer.head_size),
-                max_num_encoder_input_tokens=self._engine.batched_tokens,
+                encoder_tokens=layer.encoder_tokens or self._engine.batched_tokens,
             )
         if isinstance(layer, MLALayer):
             return self._latent(self._latent_bytes(layer))
+        if isinstance(layer, CompressedLatentLayer):
+            spec = MLAAttentionSpec(self.block_size, head_bytes=layer.state_bytes, tokens_per_state=layer.tokens_per_state)
+            return spec.padded(_rounded_up(spec.page_size_bytes, _PACKED_ALIGNMENT))
+        if isinstance(layer, SlidingLatentLayer):
+            window = SlidingWindowMLASpec(layer.block_size, head_bytes=layer.state_bytes, sliding_window=layer.sliding_window)
+            return window.padded(_rounded_up(window.page_size_bytes, _PACKED_ALIGNMENT))
         if isinstance(layer, SparseIndexerLayer):
             scales = layer.index_head_dim // _INDEX_SCALE_ELEMENTS * 4
             return self._latent(layer.index_head_dim + scales)
@@ -142,6 +175,13 @@ class _Builder:
         )
 
     def _latent(self, token_bytes: int) -> MLAAttentionSpec:
+        shards, ranks = self._engine.decode_context_parallel_size, self._engine.tensor_parallel_size
+        if shards > ranks:
+            raise UnsupportedModelError(
+                f"vLLM refuses decode_context_parallel_size {shards} on {ranks} ranks",
+                field="decode_context_parallel_size",
+                value=shards,
+            )
         return MLAAttentionSpec(
             block_size=self.block_size,
             head_bytes=token_bytes,
@@ -180,7 +220,7 @@ class _Builder:
             or queries_per_kv_head % shards
         ):
             raise UnsupportedModelError(
-                f"{self._model.architecture}: vLLM refuses decode_context_parallel_size {shards} with "
+                f"vLLM refuses decode_context_parallel_size {shards} with "
                 f"{layer.num_kv_heads} KV heads on {engine.tensor_parallel_size} ranks",
                 field="decode_context_parallel_size",
                 value=shards,
@@ -192,7 +232,7 @@ class _Builder:
         ranks = self._engine.tensor_parallel_size
         if kv_heads % ranks and ranks % kv_heads:
             raise UnsupportedModelError(
-                f"{self._model.architecture}: vLLM refuses tensor_parallel_size {ranks}, "
+                f"vLLM refuses tensor_parallel_size {ranks}, "
                 f"since the {kv_heads} KV heads can be neither divided nor replicated evenly",
                 field="tensor_parallel_size",
                 value=ranks,
@@ -203,11 +243,19 @@ class _Builder:
         """What `auto` stands for: the checkpoint's own cache format, else the dtype that the engine computes in."""
         model, engine = self._model, self._engine
         name = engine.kv_cache_dtype if model.honours_kv_cache_dtype else "auto"
+        if self._is_packed:
+            if name not in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
+                raise UnsupportedModelError(
+                    f"its cache format is fixed, and kv_cache_dtype {name} is another",
+                    field="kv_cache_dtype",
+                    value=name,
+                )
+            return "fp8_ds_mla"
         if name == "auto":
             name = model.kv_cache_dtype or ("fp8" if self._is_sparse_on_blackwell_by_default() else self._model_dtype)
         if name == "fp8_ds_mla" and not self._is_sparse:
             raise UnsupportedModelError(
-                f"{model.architecture}: kv_cache_dtype fp8_ds_mla is for sparse latent attention only",
+                "kv_cache_dtype fp8_ds_mla is for sparse latent attention only",
                 field="kv_cache_dtype",
                 value=name,
             )
@@ -223,11 +271,18 @@ class _Builder:
             return _FP8_DS_MLA_BYTES
         size = dtypes.element_bytes(self.cache_dtype)
         if size is None:
-            raise dtypes.unknown_cache_dtype(self.cache_dtype)
+            raise UnsupportedModelError(
+                f"kv_cache_dtype {self.cache_dtype} is not a format of latent attention",
+                field="kv_cache_dtype",
+                value=self.cache_dtype,
+            )
         return (layer.kv_lora_rank + layer.qk_rope_head_dim) * size
 
     def _base_block_size(self) -> int:
         """The flag, else the smallest size that the attention backend of this GPU accepts."""
+        if self._is_packed:
+            # The label of an engine shows the smallest block of its groups instead.
+            return _PACKED_BLOCK_SIZE
         if self._engine.block_size is not None:
             return self._engine.block_size
         if self._is_sparse:
@@ -252,7 +307,7 @@ class _Builder:
             self._state_bytes(layer)
             for layers in self._model.decoder_layers
             for layer in layers
-            if not isinstance(layer, (AttentionLayer, CrossAttentionLayer, MLALayer, SparseIndexerLayer))
+            if not isinstance(layer, _NOT_STATES)
         ]
         token_bytes = self._attention_token_bytes()
         if not states or token_bytes is None:
@@ -326,6 +381,10 @@ class _Builder:
 def _served_dtype(engine: EngineConfig) -> str:
     """The dtype that the engine computes in: vLLM serves a float32 checkpoint, and one that names no dtype, in 16 bits."""
     return "bfloat16" if engine.dtype == "auto" else engine.dtype
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return cdiv(size, multiple) * multiple
 
 
 def _element_bytes(name: str) -> int:

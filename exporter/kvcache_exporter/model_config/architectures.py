@@ -19,8 +19,9 @@ class Architecture:
     `model_types` are Hugging Face's names for it, for files (and nested parts) that name no architecture. `draft_layer` reads the
     multi-token-prediction layer that the checkpoint carries. `honours_kv_cache_dtype` is False where vLLM's class passes no cache
     settings to its attention. `ssm_dtype` is the dtype of the recurrent state where neither file nor flag gives one.
-    `has_prefill_checkpoint` tells a mixer that keeps one more state with prefix caching. `defaults` are the fields that files
-    leave out because they have the default of Hugging Face's config class.
+    `has_prefill_checkpoint` tells a mixer that keeps one more state with prefix caching. `own_fields` are fields of its own that
+    would make any other reader wrong. `defaults` are the fields that files leave out because they have the default of Hugging
+    Face's config class.
     """
 
     reader: Callable[[Fields], tuple[DecoderLayer, ...]]
@@ -29,6 +30,7 @@ class Architecture:
     honours_kv_cache_dtype: bool = True
     ssm_dtype: str | None = None
     has_prefill_checkpoint: bool = False
+    own_fields: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -54,14 +56,54 @@ def _delta_net(*model_types: str) -> Architecture:
         states.gated_delta_net_decoder,
         model_types,
         draft_layer=_last_attention_layer(states.gated_delta_net_decoder),
+        defaults=MappingProxyType(
+            {
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "linear_conv_kernel_dim": 4,
+            }
+        ),
     )
 
 
-# Nested parts of multimodal files state only what differs from these.
+# Files, and nested parts of multimodal ones above all, leave out what has these defaults.
 _LLAMA_DEFAULTS = MappingProxyType(
     {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
 )
-_GEMMA3_DEFAULTS = MappingProxyType({"max_position_embeddings": 131072})
+_MISTRAL_DEFAULTS = MappingProxyType(
+    {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    }
+)
+_GEMMA3_DEFAULTS = MappingProxyType(
+    {
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    }
+)
+_GEMMA3N_DEFAULTS = MappingProxyType(
+    {
+        "hidden_size": 2048,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 15,
+        "max_position_embeddings": 32768,
+    }
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     # attention with keys and values, full unless the file gives a window
@@ -87,6 +129,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Glm4MoeForCausalLM": Architecture(
         attention.attention_decoder, ("glm4_moe",), draft_layer=_last_attention_layer(attention.attention_decoder)
     ),
+    "Glm4vForConditionalGeneration": _plain("glm4v", "glm4v_text"),
+    "Glm4vMoeForConditionalGeneration": _plain("glm4v_moe", "glm4v_moe_text"),
     "GlmForCausalLM": _plain("glm"),
     "GraniteForCausalLM": _plain("granite"),
     "GraniteMoeForCausalLM": _plain("granitemoe"),
@@ -105,18 +149,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Olmo3ForCausalLM": _plain("olmo3"),
     "OlmoForCausalLM": _plain("olmo"),
     "OlmoeForCausalLM": _plain("olmoe"),
+    "OpenELMForCausalLM": _plain("openelm"),
     "PersimmonForCausalLM": _plain("persimmon"),
     "Phi3ForCausalLM": _plain("phi3"),
+    "Phi4MMForCausalLM": _plain("phi4mm"),
+    "PhiMoEForCausalLM": _plain("phimoe"),
     "PhiForCausalLM": _plain("phi"),
     "SeedOssForCausalLM": _plain("seed_oss"),
     "SmolLM3ForCausalLM": _switched("smollm3"),
     "SolarForCausalLM": _plain("solar"),
     "StableLmForCausalLM": _plain("stablelm"),
     "Starcoder2ForCausalLM": _plain("starcoder2"),
-    "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",)),
+    "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",), defaults=_MISTRAL_DEFAULTS),
     # the window is off unless the switch is on
     "Qwen2ForCausalLM": _switched("qwen2"),
     "Qwen2MoeForCausalLM": _switched("qwen2_moe"),
+    "MiMoForCausalLM": _switched("mimo"),
+    "Qwen2_5OmniForConditionalGeneration": _switched("qwen2_5_omni", "qwen2_5_omni_text"),
+    "Qwen2_5OmniModel": _switched(),
+    "Qwen3OmniMoeForConditionalGeneration": _switched("qwen3_omni_moe", "qwen3_omni_moe_text"),
     "Qwen2VLForConditionalGeneration": _switched("qwen2_vl", "qwen2_vl_text"),
     "Qwen2_5_VLForConditionalGeneration": _switched("qwen2_5_vl", "qwen2_5_vl_text"),
     "Qwen3ForCausalLM": _switched("qwen3"),
@@ -133,8 +184,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Gemma2ForCausalLM": Architecture(attention.alternating_decoder, ("gemma2",)),
     "Gemma3ForCausalLM": Architecture(attention.gemma3_decoder, ("gemma3_text",), defaults=_GEMMA3_DEFAULTS),
     "Gemma3ForConditionalGeneration": Architecture(attention.gemma3_decoder, ("gemma3",), defaults=_GEMMA3_DEFAULTS),
-    "Gemma3nForCausalLM": Architecture(attention.gemma3_decoder, ("gemma3n_text",)),
-    "Gemma3nForConditionalGeneration": Architecture(attention.gemma3_decoder, ("gemma3n",)),
+    "Gemma3nForCausalLM": Architecture(attention.gemma3n_decoder, ("gemma3n_text",), defaults=_GEMMA3N_DEFAULTS),
+    "Gemma3nForConditionalGeneration": Architecture(attention.gemma3n_decoder, ("gemma3n",), defaults=_GEMMA3N_DEFAULTS),
     "Gemma4ForCausalLM": Architecture(attention.gemma4_decoder, ("gemma4_text",)),
     "Gemma4ForConditionalGeneration": Architecture(attention.gemma4_decoder, ("gemma4",)),
     "GptOssForCausalLM": Architecture(attention.gpt_oss_decoder, ("gpt_oss",)),
@@ -146,6 +197,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "DeepseekV2ForCausalLM": _latent("deepseek_v2"),
     "DeepseekV3ForCausalLM": _latent("deepseek_v3", "kimi_k2"),
     "DeepseekV32ForCausalLM": _latent("deepseek_v32"),
+    "DeepseekV4ForCausalLM": Architecture(
+        latent.compressed_latent_decoder, ("deepseek_v4",), own_fields=frozenset({"compress_ratios"})
+    ),
+    "Glm4MoeLiteForCausalLM": _latent("glm4_moe_lite"),
     "GlmMoeDsaForCausalLM": _latent("glm_moe_dsa"),
     # states beside attention
     "BambaForCausalLM": Architecture(states.bamba_decoder, ("bamba",), has_prefill_checkpoint=True),
@@ -164,8 +219,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         states.nemotron_h_decoder, ("nemotron_h",), ssm_dtype="float32", has_prefill_checkpoint=True
     ),
     "Qwen3NextForCausalLM": _delta_net("qwen3_next"),
-    "Qwen3_5ForConditionalGeneration": _delta_net("qwen3_5", "qwen3_5_text"),
-    "Qwen3_5MoeForConditionalGeneration": _delta_net("qwen3_5_moe", "qwen3_5_moe_text"),
+    "Qwen3_5ForCausalLM": _delta_net("qwen3_5_text"),
+    "Qwen3_5ForConditionalGeneration": _delta_net("qwen3_5"),
+    "Qwen3_5MoeForCausalLM": _delta_net("qwen3_5_moe_text"),
+    "Qwen3_5MoeForConditionalGeneration": _delta_net("qwen3_5_moe"),
     "Zamba2ForCausalLM": Architecture(states.zamba2_decoder, ("zamba2",), has_prefill_checkpoint=True),
     # an encoder's output beside the decoder's own
     "MllamaForConditionalGeneration": Architecture(encoder_decoder.mllama_decoder, ("mllama", "mllama_text_model")),
@@ -179,7 +236,13 @@ MODEL_TYPES: Mapping[str, str] = {
 MULTIMODAL_WRAPPERS = frozenset(
     {
         "AriaForConditionalGeneration",
+        "Cohere2VisionForConditionalGeneration",
+        "DeepseekVLV2ForCausalLM",
         "InternVLChatModel",
+        "InternVLForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+        "KimiVLForConditionalGeneration",
+        "Lfm2VlForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",

@@ -19,16 +19,19 @@ def attention_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 def attention_layers(fields: Fields, types: Sequence[str]) -> tuple[DecoderLayer, ...]:
     """One attention layer for each of `types`; the last `num_kv_shared_layers` keep nothing, they read another layer's cache."""
-    own = len(types) - int(fields.get("num_kv_shared_layers", 0))
+    own = len(types) - fields.count("num_kv_shared_layers")
     if own <= 0:
         raise fields.refuse("num_kv_shared_layers", fields.get("num_kv_shared_layers"), "leaves no layer with a cache of its own")
-    return tuple((_layer(fields, kind),) if index < own else () for index, kind in enumerate(types))
+    kv_heads = fields.key_value_heads(len(types))
+    return tuple(
+        (_layer(fields, kind, kv_heads[index]),) if index < own and kv_heads[index] else () for index, kind in enumerate(types)
+    )
 
 
-def _layer(fields: Fields, kind: str) -> AttentionLayer:
+def _layer(fields: Fields, kind: str, num_kv_heads: int) -> AttentionLayer:
     head_dim = fields.head_dim
     return AttentionLayer(
-        num_kv_heads=fields.num_key_value_heads,
+        num_kv_heads=num_kv_heads,
         head_size=head_dim,
         head_size_v=head_dim,
         sliding_window=fields.whole("sliding_window") if kind == SLIDING else None,
@@ -52,10 +55,12 @@ def layer_types(fields: Fields, *, default_pattern: int | None = None) -> tuple[
     if not fields.get("sliding_window"):
         return (FULL,) * count
     pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", default_pattern))
-    if isinstance(pattern, str):
+    if isinstance(pattern, str) and pattern:
         return tuple(FULL if pattern[index % len(pattern)] == "G" else SLIDING for index in range(count))
-    if pattern:
+    if isinstance(pattern, int) and pattern > 0:
         return tuple(FULL if (index + 1) % pattern == 0 else SLIDING for index in range(count))
+    if pattern is not None:
+        raise fields.refuse("sliding_window_pattern", pattern, "is neither a positive whole number nor a word of L and G")
     return (SLIDING,) * count
 
 
@@ -66,7 +71,7 @@ def switched_window_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
         return attention_layers(fields, (FULL,) * count)
     if fields.get("layer_types") is not None:
         return attention_decoder(fields)
-    full = min(count, int(fields.get("max_window_layers", count)))
+    full = min(count, fields.count("max_window_layers", count))
     return attention_layers(fields, (FULL,) * full + (SLIDING,) * (count - full))
 
 
@@ -87,6 +92,11 @@ def alternating_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 def gemma3_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Gemma 3: five sliding layers, then a full one."""
     return attention_layers(fields, layer_types(fields, default_pattern=6))
+
+
+def gemma3n_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Gemma 3n: four sliding layers, then a full one."""
+    return attention_layers(fields, layer_types(fields, default_pattern=5))
 
 
 def cohere2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:

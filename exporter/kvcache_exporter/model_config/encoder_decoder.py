@@ -10,7 +10,8 @@ from kvcache_exporter.model_config.layers import AttentionLayer, CrossAttentionL
 def whisper_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Whisper: self-attention and cross-attention in every decoder layer."""
     heads, head_dim = fields.num_attention_heads, fields.head_dim
-    layer = (AttentionLayer(heads, head_dim, head_dim), CrossAttentionLayer(heads, head_dim))
+    source = fields.whole("max_source_positions", default=1500)
+    layer = (AttentionLayer(heads, head_dim, head_dim), CrossAttentionLayer(heads, head_dim, source))
     return (layer,) * fields.whole("decoder_layers")
 
 

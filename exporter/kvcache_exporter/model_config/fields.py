@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from types import MappingProxyType
 from typing import Any
 
@@ -10,9 +11,9 @@ from kvcache_exporter.errors import UnsupportedModelError
 
 # KV heads, in the order in which vLLM looks for them (`transformers_utils/model_arch_config_convertor.py`).
 _KV_HEAD_FIELDS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
-_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_transformer_layers")
 _HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
-_HIDDEN_FIELDS = ("hidden_size", "n_embd", "d_model")
+_HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim")
 
 
 class Fields:
@@ -31,6 +32,10 @@ class Fields:
         value = self._value(name)
         return default if value is None else value
 
+    def names(self) -> Sequence[str]:
+        """The names of all fields."""
+        return list(self._config)
+
     def has(self, name: str) -> bool:
         """Whether the file has the field at all, null or not."""
         return name in self._config
@@ -40,10 +45,21 @@ class Fields:
         for name in names:
             value = self._value(name)
             if value is not None:
-                return self._positive(name, value)
+                return self._at_least(1, name, value, "is not a positive whole number")
         if default is not None:
             return default
         raise UnsupportedModelError(f"{self.architecture}: config.json has no {' or '.join(names)}", field=names[0], value=None)
+
+    def count(self, name: str, default: int = 0) -> int:
+        """A whole number that may be 0; the default when missing. Raises UnsupportedModelError."""
+        return self._at_least(0, name, self.get(name, default), "is not a whole number")
+
+    def text(self, name: str) -> str | None:
+        """A word; None when missing. Raises UnsupportedModelError."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.refuse(name, value, "is not a word")
+        return value
 
     def mapping(self, name: str) -> Fields:
         """A nested object, as fields of its own; empty when missing."""
@@ -72,7 +88,10 @@ class Fields:
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads."""
+        """Query heads; where layers differ (OpenELM), what divides them all."""
+        per_layer = self.get("num_query_heads")
+        if isinstance(per_layer, list) and per_layer:
+            return gcd(*per_layer)
         return self.whole(*_HEAD_FIELDS)
 
     @property
@@ -95,10 +114,20 @@ class Fields:
             )
         return heads
 
+    def key_value_heads(self, num_layers: int) -> Sequence[int]:
+        """KV heads of each layer. A list in the file gives each its own; 0 means that a layer has no attention."""
+        for name in _KV_HEAD_FIELDS:
+            value = self.get(name)
+            if isinstance(value, list):
+                if not all(isinstance(heads, int) and heads >= 0 for heads in value):
+                    raise self.refuse(name, value, "is not a list of whole numbers")
+                return self.entries(name, length=num_layers) or ()
+        return (self.num_key_value_heads,) * num_layers
+
     @property
     def head_dim(self) -> int:
         """Size of one head: as declared, else the width over the heads."""
-        for name in ("head_dim", "hidden_size_per_head", "kv_channels", "attention_head_dim"):
+        for name in ("head_dim", "hidden_size_per_head", "kv_channels", "attention_head_dim", "d_head", "d_kv"):
             if self.get(name):
                 return self.whole(name)
         if self.hidden_size % self.num_attention_heads:
@@ -113,7 +142,7 @@ class Fields:
     def _value(self, name: str) -> Any:  # noqa: ANN401  # JSON
         return self._config[name] if name in self._config else self._defaults.get(name)
 
-    def _positive(self, name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.refuse(name, value, "is not a positive whole number")
+    def _at_least(self, least: int, name: str, value: object, why: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refuse(name, value, why)
         return value

@@ -23,10 +23,14 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class CrossAttentionLayer:
-    """Keys and values of the encoder's output: as long as the encoder's input, whatever the decoder has produced."""
+    """Keys and values of the encoder's output: as long as that, whatever the decoder has produced.
+
+    `encoder_tokens` is the longest output; None when the file does not say.
+    """
 
     num_kv_heads: int
     head_size: int
+    encoder_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,23 @@ class SparseIndexerLayer:
     """The index by which DeepSeek sparse attention picks tokens: one small key for each token."""
 
     index_head_dim: int
+
+
+@dataclass(frozen=True)
+class CompressedLatentLayer:
+    """DeepSeek-V4: one state of `state_bytes` for each `tokens_per_state` tokens; the checkpoint's format fixes the bytes."""
+
+    state_bytes: int
+    tokens_per_state: int
+
+
+@dataclass(frozen=True)
+class SlidingLatentLayer:
+    """DeepSeek-V4: a state of `state_bytes` for each of the last `sliding_window` tokens, in blocks of its own `block_size`."""
+
+    state_bytes: int
+    sliding_window: int
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,10 @@ StateLayer: TypeAlias = (
 )
 """Layers whose cache is a state of constant size."""
 
-CacheLayer: TypeAlias = AttentionLayer | CrossAttentionLayer | MLALayer | SparseIndexerLayer | StateLayer
+LatentLayer: TypeAlias = MLALayer | SparseIndexerLayer | CompressedLatentLayer | SlidingLatentLayer
+"""Layers that keep one vector for each token, whole on every rank."""
+
+CacheLayer: TypeAlias = AttentionLayer | CrossAttentionLayer | LatentLayer | StateLayer
 """Anything that a layer keeps."""
 
 DecoderLayer: TypeAlias = tuple[CacheLayer, ...]

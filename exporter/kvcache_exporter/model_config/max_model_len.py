@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 from kvcache_exporter.model_config.fields import Fields
 
 _LENGTH_FIELDS = (
@@ -27,13 +30,22 @@ def derived_max_model_len(fields: Fields) -> int | None:
         lengths = [fields.whole("model_max_length")]
     if not lengths:
         return None
-    scaling = (
-        fields.mapping("rope_scaling") if isinstance(fields.get("rope_scaling"), dict) else fields.mapping("rope_parameters")
-    )
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type == "longrope":
-        return fields.whole("original_max_position_embeddings", default=min(lengths))
-    if rope_type in _LENGTH_IS_SCALED or "gemma3" in str(fields.get("model_type", "")):
-        return min(lengths)
-    factor = scaling.get("factor", 1.0)
-    return int(min(lengths) * factor) if isinstance(factor, (int, float)) else min(lengths)
+    for scaling in _rope_scalings(fields):
+        rope_type = str(scaling.get("rope_type", scaling.get("type", "default")))
+        if rope_type == "longrope":
+            return fields.whole("original_max_position_embeddings", default=min(lengths))
+        factor = scaling.get("factor", 1.0)
+        if rope_type not in _LENGTH_IS_SCALED and "gemma3" not in str(fields.get("model_type", "")) and _is_finite(factor):
+            return int(min(lengths) * factor)
+    return min(lengths)
+
+
+def _rope_scalings(fields: Fields) -> Sequence[Fields]:
+    """The rope settings: one object, or one for each kind of layer, which all scale alike."""
+    scaling = fields.mapping("rope_scaling" if isinstance(fields.get("rope_scaling"), Mapping) else "rope_parameters")
+    nested = [scaling.mapping(name) for name in scaling.names() if isinstance(scaling.get(name), Mapping)]
+    return nested or [scaling]
+
+
+def _is_finite(factor: object) -> bool:
+    return isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0

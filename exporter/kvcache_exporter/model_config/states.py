@@ -22,7 +22,7 @@ def _attention(fields: Fields) -> AttentionLayer:
 
 def _by_name(fields: Fields, name: str, kinds: dict[str, DecoderLayer]) -> tuple[DecoderLayer, ...]:
     """The layers that a list (or a string of one letter a layer) names."""
-    named = fields.entries(name, length=None if name == "hybrid_override_pattern" else fields.num_hidden_layers)
+    named = fields.entries(name, length=fields.num_hidden_layers)
     if named is None:
         raise fields.refuse(name, None, "is missing")
     unknown = sorted({str(kind) for kind in named} - kinds.keys())
@@ -39,7 +39,7 @@ def jamba_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
         d_conv=fields.whole("mamba_d_conv", default=4),
     )
     attention = _attention(fields)
-    period, offset = fields.whole("attn_layer_period"), int(fields.get("attn_layer_offset", 0))
+    period, offset = fields.whole("attn_layer_period"), fields.count("attn_layer_offset")
     return tuple((attention,) if index % period == offset else (mamba,) for index in range(fields.num_hidden_layers))
 
 
@@ -82,23 +82,28 @@ def falcon_h1_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 def zamba2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Zamba2: Mamba-2 in every layer, and shared attention beside it in the hybrid ones."""
+    d_inner = fields.whole("mamba_expand", default=2) * fields.hidden_size
     mamba = Mamba2Layer(
-        d_inner=fields.whole("mamba_expand", default=2) * fields.hidden_size,
+        d_inner=d_inner,
         num_heads=fields.whole("n_mamba_heads"),
-        head_dim=fields.whole("mamba_headdim"),
+        head_dim=fields.whole("mamba_headdim", default=d_inner // fields.whole("n_mamba_heads")),
         d_state=fields.whole("mamba_d_state"),
         n_groups=fields.whole("mamba_ngroups", default=1),
         d_conv=fields.whole("mamba_d_conv", default=4),
     )
-    head_dim = fields.whole("attention_head_dim")
+    # Its attention reads the embedding beside the hidden state, so it is twice as wide.
+    head_dim = fields.whole("attention_head_dim", default=2 * fields.hidden_size // fields.num_attention_heads)
     attention = AttentionLayer(fields.num_key_value_heads, head_dim, head_dim)
+    if fields.get("layers_block_type") is None:
+        hybrid = set(fields.entries("hybrid_layer_ids") or ())
+        return tuple((attention, mamba) if index in hybrid else (mamba,) for index in range(fields.num_hidden_layers))
     kinds: dict[str, DecoderLayer] = {"hybrid": (attention, mamba)}
     kinds |= dict.fromkeys(("mamba", "linear_attention"), (mamba,))
     return _by_name(fields, "layers_block_type", kinds)
 
 
 def nemotron_h_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """Nemotron-H: a letter a layer: M Mamba-2, * attention, - and E (feed-forward, experts) keep nothing."""
+    """Nemotron-H: a letter a layer (M Mamba-2, * attention; - and E, feed-forward and experts, keep nothing), or a name."""
     num_heads, head_dim = fields.whole("mamba_num_heads"), fields.whole("mamba_head_dim")
     mamba = Mamba2Layer(
         d_inner=num_heads * head_dim,
@@ -108,8 +113,10 @@ def nemotron_h_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
         n_groups=fields.whole("n_groups"),
         d_conv=fields.whole("conv_kernel"),
     )
-    kinds: dict[str, DecoderLayer] = {"M": (mamba,), "*": (_attention(fields),), "-": (), "E": ()}
-    return _by_name(fields, "hybrid_override_pattern", kinds)
+    attention: DecoderLayer = (_attention(fields),)
+    if fields.get("hybrid_override_pattern") is None:
+        return _by_name(fields, "layers_block_type", {"mamba": (mamba,), "attention": attention, "mlp": (), "moe": ()})
+    return _by_name(fields, "hybrid_override_pattern", {"M": (mamba,), "*": attention, "-": (), "E": ()})
 
 
 def gated_delta_net_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
@@ -134,7 +141,7 @@ def kimi_linear_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Kimi-Linear and Kimi-K3: delta attention in `kda_layers` (counted from 1), a latent in the others."""
     config = fields.mapping("linear_attn_config")
     linear = KimiDeltaAttentionLayer(config.whole("num_heads"), config.whole("head_dim"), config.whole("short_conv_kernel_size"))
-    kda = set(config.entries("kda_layers") or ())
+    kda = {index for index in config.entries("kda_layers") or () if isinstance(index, int)}
     if not kda:
         raise fields.refuse("linear_attn_config", "without kda_layers", "does not tell which layers are linear")
     latent = mla_layer(fields)

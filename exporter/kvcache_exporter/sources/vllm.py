@@ -184,6 +184,7 @@ def _engine_reading(name: str, engine: _Engine, config: Mapping[str, str], num_g
         cache_dtype=config.get("cache_dtype"),
         enable_prefix_caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
         mamba_cache_mode=config.get("mamba_cache_mode"),
+        mamba_page_size_padded=_whole(config.get("mamba_page_size_padded")),
         mamba_cache_dtype=config.get("mamba_cache_dtype"),
         mamba_ssm_cache_dtype=config.get("mamba_ssm_cache_dtype"),
         kv_cache_dtype_skip_layers=tuple(_QUOTED.findall(config.get("kv_cache_dtype_skip_layers", ""))),
