@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from click import Command, Group
 
 from kvcache_exporter.cli import main
-from kvcache_exporter.collector import FAMILIES
-from kvcache_exporter.config import parse_config
+from kvcache_exporter.config import Config, TargetConfig, parse_config
+from kvcache_exporter.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 METRICS = ROOT / "exporter" / "METRICS.md"
@@ -52,6 +53,8 @@ def test_configuration_of_the_readme_is_accepted() -> None:
     (example,) = re.findall(r"```yaml\n(listen_address.*?)```", README.read_text(), re.DOTALL)
     config = parse_config(example.replace("ca_file: /etc/ssl/engine-ca.pem", ""), Path("config.yml"))
     assert config.targets
+    for setting in (*fields(Config), *fields(TargetConfig)):
+        assert re.search(rf"\b{setting.name}:", example), f"the example has no {setting.name}"
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -17,18 +17,18 @@ LAYERS = (
     {"errors", "model_config", "kv_cache_spec", "gpus", "readings", "capacity", "headroom", "plan", "snapshot"},
     {"sources", "config", "simulator", "health", "job"},
     {"target", "poller"},
-    {"collector", "landing_page", "live_view", "logs", "server"},
+    {"collector", "families", "landing_page", "live_view", "logs", "server"},
     {"serve", "demo"},
     {"cli", "cli_plan", "__main__"},
 )
 CORE = LAYERS[0]
 
 # What reads snapshots must not know where they come from.
-EDGES_OUT = {"collector", "landing_page", "live_view", "server"}
+EDGES_OUT = {"collector", "families", "landing_page", "live_view", "server"}
 
 THIRD_PARTY = {
     "click": {"cli", "cli_plan"},
-    "prometheus_client": {"collector", "server", "serve"},
+    "prometheus_client": {"collector", "families", "server", "serve"},
     "pynvml": {"sources.nvml"},
     "requests": {"sources.http"},
     "urllib3": {"sources.http"},

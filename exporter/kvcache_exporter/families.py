@@ -1,0 +1,346 @@
+"""The catalogue: each metric that is published, what it is called and says, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvcache_exporter import __version__
+from kvcache_exporter.capacity import REPORTED
+from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
+
+Labelled = tuple[tuple[str, ...], float | None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: how it is described, and what of a subject (an engine, a target, a source, a GPU) it shows.
+
+    `read` yields (values of the labels that are added to the subject's own, value); a value of None gives no sample.
+    """
+
+    name: str
+    documentation: str
+    labels: tuple[str, ...]
+    read: Callable[..., Iterable[Labelled]]
+    is_counter: bool = False
+
+    def empty(self) -> Metric:
+        """Return the family without samples."""
+        kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
+        return kind(self.name, self.documentation, labels=self.labels)
+
+
+_ENGINE_LABELS = ("target", "engine", "model_name")
+_ABSENT_BLOCKS = "Absent when the engine does not report its blocks."
+_NEEDS_LAYOUT = "Absent when config.json is not known or its architecture is not."
+
+
+def _engine(
+    name: str,
+    documentation: str,
+    read: Callable[[EngineSnapshot], float | None],
+    *,
+    is_counter: bool = False,
+) -> Family:
+    def one(engine: EngineSnapshot) -> Iterable[Labelled]:
+        return [((), read(engine))]
+
+    return Family(name, documentation, _ENGINE_LABELS, one, is_counter)
+
+
+def _slots(name: str, documentation: str, read: Callable[..., float | None]) -> Family:
+    def each(engine: EngineSnapshot) -> Iterator[Labelled]:
+        for slots in () if engine.headroom is None else engine.headroom.slots:
+            yield (slots.length,), read(slots)
+
+    return Family(name, documentation, (*_ENGINE_LABELS, "length"), each)
+
+
+def _use(part: str, unit: str) -> Callable[[EngineSnapshot], float | None]:
+    def read(engine: EngineSnapshot) -> float | None:
+        use = None if engine.headroom is None else getattr(engine.headroom, part)
+        return None if use is None else getattr(use, unit)
+
+    return read
+
+
+def _pool(attribute: str) -> Callable[[EngineSnapshot], float | None]:
+    return lambda engine: None if engine.capacity is None else getattr(engine.capacity, attribute)
+
+
+def _waiting(engine: EngineSnapshot) -> Iterator[Labelled]:
+    by_reason = engine.reading.num_requests_waiting_by_reason
+    if by_reason:
+        for reason, number in by_reason.items():
+            yield (reason,), number
+    else:
+        yield ("unknown",), engine.reading.num_requests_waiting
+
+
+ENGINE_FAMILIES = (
+    _engine(
+        "kvcache_capacity_blocks",
+        "Blocks of the KV-cache pool that requests can hold: the engine's num_gpu_blocks without the null block (reported). "
+        + _ABSENT_BLOCKS,
+        _pool("usable_blocks"),
+    ),
+    _engine(
+        "kvcache_capacity_bytes",
+        "Bytes of the usable blocks over all ranks (computed from config.json). " + _NEEDS_LAYOUT,
+        _pool("size_bytes"),
+    ),
+    _engine(
+        "kvcache_capacity_tokens",
+        "Tokens that the pool holds, as vLLM logs it, null block included (reported from vLLM 0.24 on, else computed "
+        "from config.json; the label tokens_source of kvcache_engine_info tells). On a hybrid model an equivalent at "
+        "max_model_len. Absent when neither is known.",
+        _pool("tokens"),
+    ),
+    _engine(
+        "kvcache_used_blocks",
+        "Blocks held by live requests (from the engine's usage, which counts blocks, not tokens). Absent when usage is,"
+        " or when the engine sleeps.",
+        _use("used", "blocks"),
+    ),
+    _engine(
+        "kvcache_used_bytes",
+        "Bytes of the blocks held by live requests, over all ranks (computed from config.json). " + _NEEDS_LAYOUT,
+        _use("used", "size_bytes"),
+    ),
+    _engine(
+        "kvcache_used_tokens",
+        "Token space of the blocks held by live requests, part-filled blocks counted whole. On a hybrid model an equivalent at "
+        "max_model_len.",
+        _use("used", "tokens"),
+    ),
+    _engine(
+        "kvcache_usage_ratio",
+        "Blocks held by live requests over usable blocks, 0-1 (reported). Absent before the first step of the engine, "
+        "and when the engine says something that cannot be.",
+        lambda engine: engine.reading.usage_ratio,
+    ),
+    _engine(
+        "kvcache_headroom_blocks",
+        "Blocks that no live request holds; cached prefixes that nobody uses count as free, as in vLLM. Absent when "
+        "usage is, or when the engine sleeps.",
+        _use("free", "blocks"),
+    ),
+    _engine(
+        "kvcache_headroom_bytes",
+        "Bytes of the free blocks over all ranks (computed from config.json). " + _NEEDS_LAYOUT,
+        _use("free", "size_bytes"),
+    ),
+    _engine(
+        "kvcache_headroom_tokens",
+        "Token space of the free blocks. On a hybrid model an equivalent at max_model_len.",
+        _use("free", "tokens"),
+    ),
+    _slots(
+        "kvcache_request_slots",
+        "Requests of this length that the empty engine holds at once: usable blocks over blocks a request, rounded "
+        "down, and at most max_num_seqs where that is configured.",
+        lambda slots: slots.slots,
+    ),
+    _slots(
+        "kvcache_remaining_request_slots",
+        "Further requests of this length that fit now, rounded down: into the blocks, and the seats where max_num_seqs is "
+        "configured, that are left when each waiting request has been served as one of max_model_len; 0 while one waits for "
+        "blocks. What running requests will still grow is not subtracted. Absent when usage is, or when the engine sleeps.",
+        lambda slots: slots.remaining,
+    ),
+    _slots(
+        "kvcache_request_length_tokens",
+        "Tokens (prompt and output) that the label length stands for: max is max_model_len (from /v1/models, else configured).",
+        lambda slots: slots.tokens,
+    ),
+    _engine(
+        "kvcache_bytes_per_token",
+        "Bytes that one more token of context takes, over all ranks (computed from config.json). " + _NEEDS_LAYOUT,
+        lambda engine: None if engine.layout is None else engine.layout.bytes_per_token,
+    ),
+    _engine(
+        "kvcache_bytes_per_request",
+        "Bytes that a long running request holds whatever its length, over all ranks: windows, states and encoder output "
+        "(computed from config.json); 0 for plain full attention. " + _NEEDS_LAYOUT,
+        lambda engine: (
+            None if engine.layout is None else engine.layout.fixed_blocks_of_live_request * engine.layout.bytes_per_block
+        ),
+    ),
+    _engine(
+        "kvcache_capacity_mismatch_ratio",
+        "Capacity in tokens computed from config.json over the one that the engine reports, minus 1. Other than 0: "
+        "config.json or a setting of this target is not the engine's. Absent when one of the two is not known.",
+        _pool("mismatch_ratio"),
+    ),
+    _engine(
+        "kvcache_requests_running",
+        "Requests in the running batch (reported).",
+        lambda engine: engine.reading.num_requests_running,
+    ),
+    Family(
+        "kvcache_requests_waiting",
+        "Requests in the queue, preempted ones included (reported): capacity waits for blocks or a seat, deferred for "
+        "something else. vLLM before 0.20 does not tell the reason (unknown).",
+        (*_ENGINE_LABELS, "reason"),
+        _waiting,
+    ),
+    _engine(
+        "kvcache_preemptions_total",
+        "Requests that lost their blocks to others since the engine started (reported).",
+        lambda engine: engine.reading.num_preemptions,
+        is_counter=True,
+    ),
+    _engine(
+        "kvcache_prefix_cache_query_tokens_total",
+        "Prompt tokens looked up in the prefix cache (reported in tokens from vLLM 0.9 on; absent before).",
+        lambda engine: engine.reading.prefix_cache_queries_tokens,
+        is_counter=True,
+    ),
+    _engine(
+        "kvcache_prefix_cache_hit_tokens_total",
+        "Prompt tokens found in the prefix cache (reported in tokens from vLLM 0.9 on; absent before).",
+        lambda engine: engine.reading.prefix_cache_hits_tokens,
+        is_counter=True,
+    ),
+    _engine(
+        "kvcache_reading_ambiguous",
+        "1 when the page held several samples of one gauge for this engine (API-server processes, Ray replicas) and the"
+        " largest was taken: an upper bound, not the truth.",
+        lambda engine: float(engine.reading.ambiguous),
+    ),
+)
+
+ENGINE_INFO = Family(
+    "kvcache_engine_info",
+    "1; what the numbers of this engine rest on. source: where the block count comes from; tokens_source and "
+    "max_model_len_source likewise. layout_source: computed by the rules of a known architecture, configured (bytes a token), or "
+    "assumed for an unknown one that reads like a plain decoder, and where no dtype is stated. An empty label is not known.",
+    (
+        *_ENGINE_LABELS,
+        "source",
+        "tokens_source",
+        "max_model_len_source",
+        "vllm_version",
+        "attention",
+        "layout_source",
+        "cache_dtype",
+        "block_size",
+        "tensor_parallel_size",
+        "max_num_seqs",
+        "prefix_caching",
+        "simulated",
+    ),
+    lambda engine, target, simulated: [(_engine_info(engine, target, simulated), 1)],
+)
+
+TARGET_FAMILIES = (
+    Family(
+        "kvcache_target_info",
+        "1; the address that this target is polled at.",
+        ("target", "url", "simulated"),
+        lambda target, simulated: [((target.url, simulated), 1)],
+    ),
+    Family(
+        "kvcache_engine_metrics_present",
+        "1 when the page of the target held vLLM series, 0 when it answered without any (statistics off, or not an engine). "
+        "Absent when it did not answer.",
+        ("target",),
+        lambda target, simulated: [((), None if target.read_at is None else float(bool(target.engines)))],
+    ),
+)
+
+HEALTH_FAMILIES = (
+    Family(
+        "kvcache_up",
+        "1 when the last try to read this source gave a reading, else 0: vllm is /metrics, vllm_models /v1/models, vllm_version "
+        "/version, model_config the model's config.json, nvml the GPUs of this machine. Absent for a source that was "
+        "never tried.",
+        ("target", "source"),
+        lambda health: [((), float(health.up))],
+    ),
+    Family(
+        "kvcache_last_success_timestamp_seconds",
+        "When this source last gave a reading (Unix seconds). Absent when it never did.",
+        ("target", "source"),
+        lambda health: [((), health.last_success_at)],
+    ),
+    Family(
+        "kvcache_poll_duration_seconds",
+        "How long the last try to read this source took.",
+        ("target", "source"),
+        lambda health: [((), health.duration_seconds)],
+    ),
+    Family(
+        "kvcache_poll_errors_total",
+        "Failed tries to read this source, and single samples or device calls without a usable value, by reason.",
+        ("target", "source", "reason"),
+        lambda health: [((reason,), number) for reason, number in health.errors.items()],
+        is_counter=True,
+    ),
+)
+
+GPU_FAMILIES = (
+    Family(
+        "kvcache_gpu_memory_total_bytes",
+        "Memory of the GPU (NVML). Absent where NVML has no figure, as on GPUs that share the system's memory.",
+        ("gpu", "uuid"),
+        lambda gpu: [((), gpu.memory_total_bytes)],
+    ),
+    Family(
+        "kvcache_gpu_memory_used_bytes",
+        "Memory in use (NVML). vLLM takes its pool at start, so this is not the use of the KV cache. Drivers without "
+        "memory v2 count the reserved part in; then kvcache_gpu_memory_reserved_bytes is absent.",
+        ("gpu", "uuid"),
+        lambda gpu: [((), gpu.memory_used_bytes)],
+    ),
+    Family(
+        "kvcache_gpu_memory_reserved_bytes",
+        "Memory that the driver keeps for itself (NVML memory v2).",
+        ("gpu", "uuid"),
+        lambda gpu: [((), gpu.memory_reserved_bytes)],
+    ),
+    Family(
+        "kvcache_gpu_up",
+        "1 for a GPU that answers, 0 for one that was seen and is lost.",
+        ("gpu", "uuid"),
+        lambda gpu: [((), float(not gpu.lost))],
+    ),
+)
+
+GPU_INFO = Family(
+    "kvcache_gpu_info",
+    "1; name of the GPU and version of its driver.",
+    ("gpu", "uuid", "name", "driver_version", "simulated"),
+    lambda gpu, driver_version, simulated: [((gpu.name or "", driver_version or "", simulated), 1)],
+)
+
+BUILD_INFO = Family(
+    "kvcache_exporter_build_info",
+    "1; version of the exporter, and whether what it shows is simulated.",
+    ("version", "simulated"),
+    lambda simulated: [((__version__, simulated), 1)],
+)
+
+FAMILIES = (*ENGINE_FAMILIES, ENGINE_INFO, *TARGET_FAMILIES, *HEALTH_FAMILIES, *GPU_FAMILIES, GPU_INFO, BUILD_INFO)
+
+
+def _engine_info(engine: EngineSnapshot, target: TargetSnapshot, simulated: str) -> tuple[str, ...]:
+    reading, capacity, layout = engine.reading, engine.capacity, engine.layout
+    values = (
+        None if capacity is None else REPORTED,
+        None if capacity is None else capacity.tokens_source,
+        target.max_model_len_source,
+        target.vllm_version,
+        None if layout is None else ",".join(sorted({group.spec.kind for group in layout.groups})),
+        engine.layout_source,
+        reading.cache_dtype,
+        reading.block_size,
+        target.tensor_parallel_size,
+        target.max_num_seqs,
+        None if reading.enable_prefix_caching is None else str(reading.enable_prefix_caching).lower(),
+        simulated,
+    )
+    return tuple("" if value is None else str(value) for value in values)
