@@ -543,6 +543,31 @@ def test_length_that_vllm_serves_without_a_flag(fields: Mapping[str, Any], expec
     assert parse_model_config({**PLAIN, "architectures": ["OlmoForCausalLM"], **fields}).max_model_len == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16_384),
+        # Served at the shorter length unless a flag asks for the longer one.
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+            },
+            131_072,
+        ),
+        # Older versions multiply.
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131_072),
+        ({"max_position_embeddings": 4096, "model_max_length": 16384}, 16_384),
+        ({"max_position_embeddings": 4096, "model_max_length": 1e30}, 4096),
+    ],
+)
+def test_longest_length_that_a_flag_may_ask_for(fields: Mapping[str, Any], expected: int | None) -> None:
+    assert parse_model_config({**PLAIN, "architectures": ["OlmoForCausalLM"], **fields}).longest_max_model_len == expected
+
+
 def test_command_r_is_served_at_the_length_of_its_last_stage() -> None:
     assert read("CohereForCausalLM", max_position_embeddings=8192, model_max_length=131072).max_model_len == 131_072
 

@@ -58,6 +58,9 @@ def test_pipeline_stages_have_their_own_figures() -> None:
     [
         (("--tensor-parallel-size", 8), 262144),
         (("--tensor-parallel-size=8",), 262144),
+        (("--tensor_parallel_size", 8), 262144),
+        (("--kv_cache_dtype=fp8", "--kv_cache_dtype_skip_layers", "0", "31"), 2228224),
+        (("--no-disable-hybrid-kv-cache-manager",), 2097152),
         (("-tp", 8), 262144),
         (("-tp=8",), 262144),
         (("--kv-cache-dtype", "fp8"), 1048576),
@@ -77,7 +80,13 @@ def test_flags_in_vllms_spelling(arguments: tuple[object, ...], bytes_per_block:
 
 @pytest.mark.parametrize(("text", "value"), [("8k", 8000), ("8K", 8192), ("1m", 1000000), ("0.5M", 524288), ("4096", 4096)])
 def test_numbers_as_vllm_takes_them(text: str, value: int) -> None:
-    assert as_json(LLAMA, "--max-model-len", text)["max_model_len"] == value
+    assert as_json(LLAMA, "--max-num-batched-tokens", text)["max_num_batched_tokens"] == value
+
+
+def test_longer_than_the_model_where_vllm_is_told_to_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert as_json(LLAMA, "--max-model-len", "132K", "--allow-long-max-model-len")["max_model_len"] == 135168
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert as_json(LLAMA, "--max-model-len", "132K")["max_model_len"] == 135168
 
 
 def test_windows_reserve_less_without_async_scheduling() -> None:
@@ -121,6 +130,11 @@ def test_draft_layers_count_with_speculation_only(tmp_path: Path) -> None:
         (("-tp", 3), "vLLM refuses tensor_parallel_size 3, since it does not divide the 32 attention heads"),
         (("--kv-bytes", "10G"), "vLLM refuses to start: one request of 131072 tokens takes 8192 blocks, and"),
         (("--kv-cache-dtype", "int3"), "kv_cache_dtype 'int3' is not one of"),
+        (
+            ("--max-model-len", "132K"),
+            "vLLM refuses max_model_len 135168: config.json of LlamaForCausalLM allows at most 131072; ",
+        ),
+        (("--block-size", 24), "vLLM refuses block_size 24: its attention kernels take multiples of 16"),
         (("-dcp", 2, "-tp", 8), "vLLM refuses decode_context_parallel_size 2 with 8 KV heads on 8 ranks"),
         (("--kv-cache-dtype", "turboquant_4bit_nc"), "name them with kv_cache_dtype_skip_layers"),
         (("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'), "drafts would add are not known"),

@@ -35,6 +35,11 @@ class _HumanInteger(click.ParamType):  # type: ignore[type-arg]  # generic only 
         return number
 
 
+def _with_dashes(flag: str) -> str:
+    """The spelling of an option here: `block_size` is `block-size` to vLLM."""
+    return flag.replace("_", "-")
+
+
 class _PlanCommand(click.Command):
     """Takes a list after --kv-cache-dtype-skip-layers, as vLLM does; click knows only one value a flag."""
 
@@ -42,13 +47,14 @@ class _PlanCommand(click.Command):
         spread: list[str] = []
         in_list = False
         for arg in args:
+            starts_list = _with_dashes(arg) == _SKIP_LAYERS
             if in_list and (arg.isdecimal() or arg == "sliding_window"):
                 if spread[-1] != _SKIP_LAYERS:
                     spread.append(_SKIP_LAYERS)
-            elif arg != _SKIP_LAYERS:
+            elif not starts_list:
                 in_list = False
-            spread.append(arg)
-            in_list = in_list or arg == _SKIP_LAYERS
+            spread.append(_SKIP_LAYERS if starts_list else arg)
+            in_list = in_list or starts_list
         return super().parse_args(ctx, spread)
 
 
@@ -59,7 +65,7 @@ def _on_off(name: str, field: str, meaning: str) -> Callable[[Any], Any]:
     return click.option(f"--{name}/--no-{name}", field, default=True, show_default=True, help=meaning)
 
 
-@click.command("plan", cls=_PlanCommand)
+@click.command("plan", cls=_PlanCommand, context_settings={"token_normalize_func": _with_dashes})
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--tensor-parallel-size", "-tp", type=_INTEGER, default=1, show_default=True)
 @click.option("--pipeline-parallel-size", "-pp", type=_INTEGER, default=1, show_default=True)
@@ -69,11 +75,22 @@ def _on_off(name: str, field: str, meaning: str) -> Callable[[Any], Any]:
 @click.option(_SKIP_LAYERS, multiple=True, metavar="LAYER...", help="Layers, or sliding_window, that keep the model's dtype.")
 @click.option("--block-size", type=_INTEGER, help="[default: as the attention backend of the GPU wants it]")
 @click.option("--max-model-len", type=_INTEGER, help="[default: the model's]")
+@click.option(
+    "--allow-long-max-model-len",
+    is_flag=True,
+    envvar="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+    show_envvar=True,
+    help="Take a longer one than the model's own, as vLLM does under the same variable.",
+)
 @click.option("--max-num-batched-tokens", type=_INTEGER, help="[default: vLLM's for the GPU]")
 @click.option("--max-num-seqs", type=_INTEGER, help="Changes nothing about the cache; taken so that arguments can be pasted.")
 @_on_off("enable-prefix-caching", "enable_prefix_caching", "Prefix caching: hybrids keep more states with it.")
 @_on_off("async-scheduling", "async_scheduling", "Two batches under way: windows reserve more with it.")
-@click.option("--disable-hybrid-kv-cache-manager", is_flag=True, help="Windows beside full attention keep every token.")
+@click.option(
+    "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+    "disable_hybrid_kv_cache_manager",
+    help="Windows beside full attention keep every token.",
+)
 @click.option("--mamba-cache-dtype", default="auto", show_default=True)
 @click.option("--mamba-ssm-cache-dtype", default="auto", show_default=True)
 @click.option(
@@ -103,6 +120,7 @@ def plan(model: Path, lengths: tuple[int, ...], kv_bytes: int | None, as_json: b
             draft=None if speculation.draft is None else parse_model_config(load_config_json(speculation.draft)),
             weight_bytes=weight_bytes(file.parent),
             lengths=lengths,
+            allow_long_max_model_len=flags["allow_long_max_model_len"],
         )
     except SourceError as error:
         raise click.ClickException(str(error)) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache_exporter.capacity import kv_cache_size_tokens, max_concurrency, num_gpu_blocks_for, requests_that_fit
 from kvcache_exporter.errors import KVCacheExporterError, UnsupportedModelError
-from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
+from kvcache_exporter.kv_cache_spec import KERNEL_BLOCK_SIZE, EngineConfig, KVCacheLayout, kv_cache_layout
 from kvcache_exporter.model_config import ModelConfig
 
 
@@ -39,12 +39,16 @@ def make_plan(
     draft: ModelConfig | None = None,
     weight_bytes: int | None = None,
     lengths: Sequence[int] = (),
+    allow_long_max_model_len: bool = False,
 ) -> Plan:
     """Plan one engine. `kv_bytes_per_rank` is the memory that each rank has for its cache, `draft` the model that drafts for it.
+
+    `allow_long_max_model_len` takes a longer max_model_len than the model's own, as VLLM_ALLOW_LONG_MAX_MODEL_LEN does.
 
     Raises RefusedPlanError when the layout is not known, when vLLM would refuse a flag, or when one request of max_model_len does
     not fit.
     """
+    _check_flags(model, engine, allow_long_max_model_len=allow_long_max_model_len)
     try:
         layout = kv_cache_layout(model, engine, draft)
     except UnsupportedModelError as error:
@@ -60,6 +64,21 @@ def make_plan(
                 f"and {kv_bytes_per_rank} bytes make {max(0, num_blocks - 1)} usable ones"
             )
     return Plan(model, layout, max_model_len, weight_bytes, num_blocks, tuple(lengths))
+
+
+def _check_flags(model: ModelConfig, engine: EngineConfig, *, allow_long_max_model_len: bool) -> None:
+    """Refuse what vLLM's own checks refuse (`vllm/config/model.py`, and the block sizes in `vllm/v1/attention/backends/`)."""
+    longest = model.longest_max_model_len
+    asked = engine.max_model_len
+    if asked is not None and longest is not None and asked > longest and not allow_long_max_model_len:
+        raise RefusedPlanError(
+            f"vLLM refuses max_model_len {asked}: config.json of {model.architecture} allows at most {longest}; "
+            "where the engine runs with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, set that here too"
+        )
+    if engine.block_size is not None and engine.block_size % KERNEL_BLOCK_SIZE:
+        raise RefusedPlanError(
+            f"vLLM refuses block_size {engine.block_size}: its attention kernels take multiples of {KERNEL_BLOCK_SIZE}"
+        )
 
 
 def plan_as_json(plan: Plan) -> Mapping[str, Any]:

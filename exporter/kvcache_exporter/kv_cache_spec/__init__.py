@@ -14,10 +14,11 @@ from kvcache_exporter.kv_cache_spec.engine_config import EngineConfig
 from kvcache_exporter.kv_cache_spec.full_attention import FullAttentionSpec
 from kvcache_exporter.kv_cache_spec.grouping import KVCacheGroup, group_layers
 from kvcache_exporter.kv_cache_spec.layers import PlacedLayer, place_layers
+from kvcache_exporter.kv_cache_spec.resolved_cache import KERNEL_BLOCK_SIZE
 from kvcache_exporter.kv_cache_spec.spec import Reserve, cdiv
 from kvcache_exporter.model_config import ModelConfig
 
-__all__ = ["EngineConfig", "KVCacheGroup", "KVCacheLayout", "kv_cache_layout", "plain_layout"]
+__all__ = ["KERNEL_BLOCK_SIZE", "EngineConfig", "KVCacheGroup", "KVCacheLayout", "kv_cache_layout", "plain_layout"]
 
 # Longer than any request: at this length only groups that grow still grow.
 _ENDLESS = 1 << 40

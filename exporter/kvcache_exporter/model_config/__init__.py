@@ -17,7 +17,7 @@ from kvcache_exporter.model_config.attention import attention_decoder
 from kvcache_exporter.model_config.dtype import checkpoint_kv_cache_dtype, model_dtype
 from kvcache_exporter.model_config.fields import Fields
 from kvcache_exporter.model_config.layers import DecoderLayer
-from kvcache_exporter.model_config.max_model_len import derived_max_model_len
+from kvcache_exporter.model_config.max_model_len import read_max_model_len
 from kvcache_exporter.model_config.params_json import config_from_params, is_params_json
 from kvcache_exporter.model_config.standard import speaks_against
 
@@ -37,8 +37,9 @@ class ModelConfig:
     `decoder_layers` has one entry a decoder layer, `draft_layer` what each multi-token-prediction layer keeps when speculation
     uses it. `dtype` is the model's own (`bfloat16`, `float16`, `float32`) or None when config.json does not say; `kv_cache_dtype`
     is set when the checkpoint itself asks for a quantized cache, `ssm_dtype` when the file fixes the dtype of recurrent states.
-    `max_model_len` (tokens) is what vLLM derives when no flag gives one. `is_assumed` marks an unknown architecture that was
-    taken for a plain decoder of full attention (`standard.py`). The other fields are those of Architecture.
+    `max_model_len` (tokens) is what vLLM derives when no flag gives one, `longest_max_model_len` what a flag may ask for at most;
+    None: the file states no length. `is_assumed` marks an unknown architecture that was taken for a plain decoder of full
+    attention (`standard.py`). The other fields are those of Architecture.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class ModelConfig:
     kv_cache_dtype: str | None = None
     ssm_dtype: str | None = None
     max_model_len: int | None = None
+    longest_max_model_len: int | None = None
     honours_kv_cache_dtype: bool = True
     has_prefill_checkpoint: bool = False
     is_assumed: bool = False
@@ -68,6 +70,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     # params.json states all that its model has: nothing is left to defaults.
     fields = Fields(found.text, name, {} if is_params else architecture.defaults)
     outer = Fields(config, name)
+    length = read_max_model_len(fields)
     return ModelConfig(
         architecture=name,
         num_attention_heads=fields.num_attention_heads,
@@ -76,7 +79,8 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         dtype=model_dtype(fields) or model_dtype(outer),
         kv_cache_dtype=checkpoint_kv_cache_dtype(fields) or checkpoint_kv_cache_dtype(outer),
         ssm_dtype=fields.text("mamba_ssm_dtype") or fields.text("mamba_ssm_cache_dtype") or architecture.ssm_dtype,
-        max_model_len=derived_max_model_len(fields),
+        max_model_len=None if length is None else length.derived,
+        longest_max_model_len=None if length is None else length.longest,
         honours_kv_cache_dtype=architecture.honours_kv_cache_dtype,
         has_prefill_checkpoint=architecture.has_prefill_checkpoint,
         is_assumed=found.is_assumed,
