@@ -1,4 +1,4 @@
-"""Start a real vLLM and the exporter, and compare what both say: idle, under load, drained, killed, and started anew.
+"""Start a real vLLM and the exporter, and compare what both say: idle, loaded, drained, killed, started anew.
 
 Usage: compare.py VLLM, where VLLM is the program of that name. Exits 1 when a number differs.
 """
@@ -14,16 +14,20 @@ from types import FrameType
 
 import requests
 from child import free_port, wait_for
-from engine import BLOCK_SIZE, MAX_NUM_SEQS, Engine, Workshop
+from engine import Engine, Workshop
 from exporter import POLL_INTERVAL_SECONDS, Exporter
+from flags import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS
+from hybrid import compare_hybrid
 from null_block import BLOCKS as BLOCKS_OF_FOUR
 from null_block import compare_null_block
 from report import Report
-from says import REQUEST_LENGTHS, SOURCES, EngineSays, ExporterSays, differences
-from tiny_model import BYTES_PER_TOKEN, MAX_MODEL_LEN
+from says import REQUEST_LENGTHS, SOURCES, ExporterSays, differences
+from tiny_model import CONV, LLAMA, SLIDING
 from under_load import compare_under_load
 
 _BLOCKS = 600
+_BLOCKS_OF_SLIDING = 768
+_BLOCKS_OF_CONV = 256
 # A fact that could not be had just when the engine came up is asked again after 30 s.
 _COMPLETE_SECONDS = 45.0
 # How late the two polls after an engine's end may be seen.
@@ -36,7 +40,7 @@ def main(vllm: Path) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvcache-vllm-") as name:
         folder = Path(name)
-        workshop = Workshop(folder)
+        workshop = Workshop(folder / "llama", LLAMA)
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         with Exporter(folder, url, max_num_seqs=MAX_NUM_SEQS, request_lengths=REQUEST_LENGTHS) as exporter:
@@ -47,6 +51,10 @@ def main(vllm: Path) -> int:
             with Engine(vllm, workshop, port, BLOCKS_OF_FOUR) as engine:
                 _complete(exporter)
                 compare_null_block(report, engine, exporter)
+            with Engine(vllm, Workshop(folder / "sliding", SLIDING), port, _BLOCKS_OF_SLIDING) as engine:
+                compare_hybrid(report, "Sliding windows and full attention", engine, _complete(exporter), exporter)
+            with Engine(vllm, Workshop(folder / "conv", CONV), port, _BLOCKS_OF_CONV) as engine:
+                compare_hybrid(report, "Short convolutions and full attention", engine, _complete(exporter), exporter)
     outcome = f"{report.differing} rows differ" if report.differing else "Everything agrees"
     sys.stdout.write(f"\n{outcome} ({time.monotonic() - began:.0f} s).\n")
     return 1 if report.differing else 0
@@ -63,7 +71,7 @@ def _complete(exporter: Exporter) -> ExporterSays:
 
 
 def _compare_idle(report: Report, engine: Engine, exporter: ExporterSays) -> None:
-    says, logged, shown = EngineSays(engine.page()), engine.capacity(), exporter.series
+    says, logged, shown = engine.says(), engine.capacity(), exporter.series
     usable = says.num_gpu_blocks - 1
     problems = differences(says, exporter)
     version = requests.get(f"{engine.url}/version", timeout=5).json()["version"]
@@ -71,7 +79,8 @@ def _compare_idle(report: Report, engine: Engine, exporter: ExporterSays) -> Non
     def row(quantity: str, said: object, name: str, expected: float) -> tuple[str, object, object, bool]:
         return quantity, said, shown[name], shown[name] == expected
 
-    in_bytes = f"{usable} x {BLOCK_SIZE} x {BYTES_PER_TOKEN}"
+    bytes_per_token = LLAMA.block_bytes // BLOCK_SIZE
+    in_bytes = f"{usable} x {BLOCK_SIZE} x {bytes_per_token}"
     fit = int(float(logged.max_concurrency))
     shown_version = exporter.page.all("kvcache_engine_info")[0].labels["vllm_version"]
     report.compare(
@@ -80,8 +89,8 @@ def _compare_idle(report: Report, engine: Engine, exporter: ExporterSays) -> Non
             row("capacity in tokens (log)", logged.tokens, "kvcache_capacity_tokens", logged.tokens),
             row(f"requests of {MAX_MODEL_LEN} (log)", f"{logged.max_concurrency}x", "kvcache_request_slots{max}", fit),
             row("capacity in blocks (label)", f"{says.num_gpu_blocks} - 1", "kvcache_capacity_blocks", usable),
-            row("capacity in bytes", in_bytes, "kvcache_capacity_bytes", usable * BLOCK_SIZE * BYTES_PER_TOKEN),
-            row("bytes of a token", BYTES_PER_TOKEN, "kvcache_bytes_per_token", BYTES_PER_TOKEN),
+            row("capacity in bytes", in_bytes, "kvcache_capacity_bytes", usable * BLOCK_SIZE * bytes_per_token),
+            row("bytes of a token", bytes_per_token, "kvcache_bytes_per_token", bytes_per_token),
             row("mismatch of computed and reported", "", "kvcache_capacity_mismatch_ratio", 0),
             ("remaining requests", "idle", exporter.remaining, exporter.remaining == exporter.slots and all(exporter.slots)),
             ("version", version, shown_version, version == shown_version),

@@ -13,29 +13,38 @@ from pathlib import Path
 
 import requests
 from child import Child
+from flags import CACHE_FLAGS
 from import_shim import write_import_shim
 from page import Page, fetch_page
-from tiny_model import MAX_MODEL_LEN, write_tiny_model
+from says import EngineSays
+from tiny_model import TinyModel, write_tiny_model
 
 VLLM_VERSION = "0.32.0"
-BLOCK_SIZE = 32  # tokens; the smallest that vLLM takes on a CPU
-MAX_NUM_SEQS = 32
+KV_CACHE_GIB = 1
 SERVED_MODEL_NAME = "tiny"
 
-# vllm/v1/core/kv_cache_utils.py, update_kv_cache_capacity; the first word is the device.
+# All three in vllm/v1/core/kv_cache_utils.py. Before the first one comes the name of the device.
 _CAPACITY = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")
+_GROUPS = re.compile(r"kv cache group sizes \(([\d, ]+)\)")
+_BLOCKS_WITHOUT_OVERRIDE = re.compile(r"Overriding num_gpu_blocks=(\d+) with num_gpu_blocks_override")
 # vllm/v1/metrics/loggers.py, LoggingStatLogger.log and _log_iteration_details.
 _STATS = re.compile(r"Running: (\d+) reqs, Waiting: (\d+) reqs.* KV cache usage: ([\d.]+)%")
-_STEP = re.compile(r"Iteration\(\d+\): .* (\d+) generation requests, .* KV cache usage: ([\d.]+)%")
+_STEP = re.compile(r"Iteration\(\d+\): (\d+) context requests, .* (\d+) generation requests, .* KV cache usage: ([\d.]+)%")
 _ENGINE_PROCESS = re.compile(r"\(EngineCore\S* pid=(\d+)\)")
 
 
 @dataclass(frozen=True)
 class LoggedCapacity:
-    """The line that vLLM logs at start: `tokens`, and `max_concurrency` as printed, with two decimals."""
+    """What vLLM logs at start.
+
+    `max_concurrency` is as printed, with two decimals. `group_block_sizes` are tokens in a block of each group, logged only when
+    there are several. `blocks_without_override` is what KV_CACHE_GIB would have made.
+    """
 
     tokens: int
     max_concurrency: str
+    group_block_sizes: tuple[int, ...]
+    blocks_without_override: int
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,10 @@ class LoggedStats:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """The line of one step: requests that were past their prompt in it, and the usage after it, as printed."""
+    """The line of one step: requests whose prompt was read in it, those past their prompt, and the usage after it, as printed."""
 
     at: float
+    reading: int
     generating: int
     usage_percent: str
 
@@ -60,12 +70,13 @@ class LoggedStep:
 class Workshop:
     """What engines need beside themselves, in a folder that the caller removes: model, import shim, and room for their files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = folder / "model"
+    def __init__(self, folder: Path, model: TinyModel) -> None:
+        self.model = model
+        self.model_folder = folder / "model"
         self._shim = folder / "shim"
         self._scratch = folder / "scratch"
-        self._scratch.mkdir()
-        write_tiny_model(self.model)
+        self._scratch.mkdir(parents=True)
+        write_tiny_model(self.model_folder, model)
         write_import_shim(self._shim, VLLM_VERSION)
 
     def environment(self) -> dict[str, str]:
@@ -81,7 +92,7 @@ class Workshop:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOG_STATS_INTERVAL": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
             # The model runs inside the engine's process, on one thread, anywhere. In a worker of its own, as vLLM has it on a CPU
             # (vllm/platforms/cpu.py), the two wait for each other by sched_yield, and nothing else gets two cores for seconds.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -92,16 +103,17 @@ class Workshop:
 
 
 class Engine(Child):
-    """`vllm serve` of the tiny model on the loopback address, with a pool of `num_gpu_blocks` blocks."""
+    """`vllm serve` of a tiny model on the loopback address, with a pool of `num_gpu_blocks` blocks."""
 
     start_seconds = 240.0
 
     def __init__(self, vllm: Path, workshop: Workshop, port: int, num_gpu_blocks: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        command = [str(vllm), "serve", str(workshop.model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--served-model-name", SERVED_MODEL_NAME, "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"]
-        command += ["--num-gpu-blocks-override", str(num_gpu_blocks), "--block-size", str(BLOCK_SIZE)]
-        command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+        self.model = workshop.model
+        self.config = workshop.model_folder / "config.json"
+        command = [str(vllm), "serve", str(workshop.model_folder), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--served-model-name", SERVED_MODEL_NAME, "--load-format", "dummy", "--enforce-eager"]
+        command += ["--num-gpu-blocks-override", str(num_gpu_blocks), *CACHE_FLAGS]
         # A line in the log for each step.
         command += ["--enable-logging-iteration-details"]
         super().__init__(command, workshop.environment())
@@ -114,10 +126,20 @@ class Engine(Child):
         """The engine's own /metrics."""
         return fetch_page(f"{self.url}/metrics")
 
+    def says(self) -> EngineSays:
+        """What that page means."""
+        return EngineSays(self.page(), self.model)
+
     def capacity(self) -> LoggedCapacity:
         """What the log says that the pool holds."""
-        match = next(match for _, line in self.lines if (match := _CAPACITY.search(line)))
-        return LoggedCapacity(int(match[1].replace(",", "")), match[2])
+        capacity = self._logged(_CAPACITY)
+        sizes = self._logged(_GROUPS)[1] if len(self.model.group_block_sizes) > 1 else str(self.model.block_size)
+        return LoggedCapacity(
+            tokens=int(capacity[1].replace(",", "")),
+            max_concurrency=capacity[2],
+            group_block_sizes=tuple(map(int, sizes.split(","))),
+            blocks_without_override=int(self._logged(_BLOCKS_WITHOUT_OVERRIDE)[1]),
+        )
 
     def stats_since(self, at: float) -> list[LoggedStats]:
         """The periodic lines that came after `at` (Unix seconds). An engine that has long been idle logs none."""
@@ -127,12 +149,12 @@ class Engine(Child):
     def steps_since(self, at: float) -> list[LoggedStep]:
         """The line of each step of the engine that came after `at` (Unix seconds)."""
         matches = [(came, _STEP.search(line)) for came, line in self.lines_since(at)]
-        return [LoggedStep(came, int(m[1]), m[2]) for came, m in matches if m]
+        return [LoggedStep(came, int(m[1]), int(m[2]), m[3]) for came, m in matches if m]
 
     @contextlib.contextmanager
     def held_still(self) -> Iterator[None]:
         """Stop the process that steps the engine; the API server goes on to answer, and what it says no longer changes."""
-        process = next(int(match[1]) for _, line in self.lines if (match := _ENGINE_PROCESS.search(line)))
+        process = int(self._logged(_ENGINE_PROCESS)[1])
         os.kill(process, signal.SIGSTOP)
         try:
             # What the last step gave is still on its way to the API server.
@@ -141,3 +163,6 @@ class Engine(Child):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
+
+    def _logged(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        return next(match for _, line in self.lines if (match := pattern.search(line)))

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine import Engine, LoggedStats
+from engine import Engine, LoggedStats, LoggedStep
 from exporter import Exporter
+from load import Load
 from page import Page
 from says import EngineSays, ExporterSays, differences
 
@@ -17,11 +18,16 @@ _LOG_SECONDS = 1.3
 
 @dataclass(frozen=True)
 class Frame:
-    """One moment: both pages, and the lines that the engine logged meanwhile."""
+    """One moment: both pages, the lines that the engine logged meanwhile, and the last step that it logged before.
+
+    `kept_tokens` are those of each request in the cache, as far as its client can tell.
+    """
 
     engine: EngineSays
     exporter: ExporterSays
     logged: Sequence[LoggedStats]
+    last_step: LoggedStep | None
+    kept_tokens: Sequence[int]
 
     @property
     def problems(self) -> list[str]:
@@ -34,7 +40,7 @@ class Frame:
         ]
 
 
-def still_frame(engine: Engine, exporter: Exporter) -> Frame:
+def still_frame(engine: Engine, exporter: Exporter, load: Load | None = None) -> Frame:
     """Hold the engine still until the exporter has read it and the engine has logged it. Raises RuntimeError if it moved."""
     with engine.held_still():
         at = time.time()
@@ -43,9 +49,11 @@ def still_frame(engine: Engine, exporter: Exporter) -> Frame:
         time.sleep(max(0.0, at + _LOG_SECONDS - time.time()))
         after = engine.page()
         logged = engine.stats_since(at)
+        last_step = next(reversed(engine.steps_since(0)), None)
+        kept_tokens = [] if load is None else load.kept_tokens()
     if _values(before) != _values(after):
         raise RuntimeError("the engine went on although it was held still")
-    return Frame(EngineSays(after), exported, logged)
+    return Frame(EngineSays(after, engine.model), exported, logged, last_step, kept_tokens)
 
 
 def _values(page: Page) -> list[tuple[str, float]]:

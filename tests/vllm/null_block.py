@@ -10,13 +10,12 @@ import time
 from dataclasses import dataclass
 
 from child import wait_for
-from engine import BLOCK_SIZE, Engine
+from engine import Engine
 from exporter import Exporter
+from flags import BLOCK_SIZE, MAX_MODEL_LEN
 from frame import Frame, still_frame
 from load import Load, Request
 from report import Report
-from says import EngineSays
-from tiny_model import MAX_MODEL_LEN
 
 BLOCKS = 4 * MAX_MODEL_LEN // BLOCK_SIZE
 
@@ -75,7 +74,7 @@ def _rows(what: str, outcome: _Outcome, slots: int, *, waiting: int) -> list[tup
 
 
 def _send(engine: Engine, exporter: Exporter, requests: list[Request], *, seed: int) -> _Outcome:
-    preempted = EngineSays(engine.page()).preemptions
+    preempted = engine.says().preemptions
     began = time.time()
 
     def are_three_together() -> bool | None:
@@ -88,4 +87,4 @@ def _send(engine: Engine, exporter: Exporter, requests: list[Request], *, seed: 
     # The last lines of the log are on their way.
     time.sleep(0.5)
     together = max(step.generating for step in engine.steps_since(began))
-    return _Outcome(together, EngineSays(engine.page()).preemptions - preempted, frame)
+    return _Outcome(together, engine.says().preemptions - preempted, frame)

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine import BLOCK_SIZE, MAX_NUM_SEQS
+from flags import MAX_MODEL_LEN, MAX_NUM_SEQS
 from page import Page
-from tiny_model import BYTES_PER_TOKEN, MAX_MODEL_LEN
+from tiny_model import TinyModel
 
 REQUEST_LENGTHS = (512, 1024)
 SOURCES = ("model_config", "vllm", "vllm_models", "vllm_version")
 
-BLOCKS_OF_LONGEST = MAX_MODEL_LEN // BLOCK_SIZE
-
 # What the exporter's label `length` stands for, in tokens.
-_LENGTHS = {"max": MAX_MODEL_LEN, **{str(tokens): tokens for tokens in REQUEST_LENGTHS}}
+LENGTHS = {"max": MAX_MODEL_LEN, **{str(tokens): tokens for tokens in REQUEST_LENGTHS}}
 
 
 @dataclass(frozen=True)
 class EngineSays:
-    """The engine's /metrics, in vLLM's names."""
+    """The engine's /metrics, in vLLM's names, and the model that it serves."""
 
     page: Page
+    model: TinyModel
+
+    @property
+    def cache_config(self) -> Mapping[str, str]:
+        """The labels about the cache."""
+        return self.page.all("vllm:cache_config_info")[0].labels
 
     @property
     def num_gpu_blocks(self) -> int:
         """Blocks of the pool, the null block that is never usable included."""
-        return int(self.page.all("vllm:cache_config_info")[0].labels["num_gpu_blocks"])
+        return int(self.cache_config["num_gpu_blocks"])
 
     @property
     def usage(self) -> float:
@@ -53,23 +58,34 @@ class EngineSays:
         """Requests that have lost their blocks since the engine started."""
         return int(self.page.value("vllm:num_preemptions_total"))
 
+    @property
+    def capacity_tokens(self) -> int:
+        """The pool over the blocks of a request of full length, times that length, as vLLM has it."""
+        return self.num_gpu_blocks * MAX_MODEL_LEN // self.model.admitted_blocks(MAX_MODEL_LEN)
+
+    def tokens_in(self, blocks: int) -> int:
+        """Tokens of so many blocks: of one group exactly, of several as a share of the capacity."""
+        if len(self.model.group_block_sizes) == 1:
+            return blocks * self.model.block_size
+        return self.capacity_tokens * blocks // (self.num_gpu_blocks - 1)
+
     def exporter_should_say(self) -> dict[str, float]:
         """Every series that the exporter has to show of this engine, from the engine's page and the facts of the model."""
-        usable, used = self.num_gpu_blocks - 1, self.used_blocks
-        block_bytes = BLOCK_SIZE * BYTES_PER_TOKEN
+        model, usable, used = self.model, self.num_gpu_blocks - 1, self.used_blocks
+        free = usable - used
         series = {
             "kvcache_capacity_blocks": usable,
-            "kvcache_capacity_bytes": usable * block_bytes,
-            "kvcache_capacity_tokens": self.num_gpu_blocks * BLOCK_SIZE,
+            "kvcache_capacity_bytes": usable * model.block_bytes,
+            "kvcache_capacity_tokens": self.capacity_tokens,
             "kvcache_used_blocks": used,
-            "kvcache_used_bytes": used * block_bytes,
-            "kvcache_used_tokens": used * BLOCK_SIZE,
+            "kvcache_used_bytes": used * model.block_bytes,
+            "kvcache_used_tokens": self.tokens_in(used),
             "kvcache_usage_ratio": self.usage,
-            "kvcache_headroom_blocks": usable - used,
-            "kvcache_headroom_bytes": (usable - used) * block_bytes,
-            "kvcache_headroom_tokens": (usable - used) * BLOCK_SIZE,
-            "kvcache_bytes_per_token": BYTES_PER_TOKEN,
-            "kvcache_bytes_per_request": 0,
+            "kvcache_headroom_blocks": free,
+            "kvcache_headroom_bytes": free * model.block_bytes,
+            "kvcache_headroom_tokens": self.tokens_in(free),
+            "kvcache_bytes_per_token": model.block_bytes / model.block_size,
+            "kvcache_bytes_per_request": model.held_outside_full_attention(MAX_MODEL_LEN) * model.block_bytes,
             "kvcache_capacity_mismatch_ratio": 0,
             "kvcache_requests_running": self.running,
             "kvcache_requests_waiting{capacity}": self.waiting("capacity"),
@@ -80,13 +96,12 @@ class EngineSays:
             "kvcache_reading_ambiguous": 0,
         }
         # Those who wait are served first, and may be as long as the engine allows.
-        free_blocks = max(0, usable - used - self.waiting() * BLOCKS_OF_LONGEST)
+        free = max(0, free - self.waiting() * model.admitted_blocks(MAX_MODEL_LEN))
         free_seats = max(0, MAX_NUM_SEQS - self.running - self.waiting())
-        for length, tokens in _LENGTHS.items():
-            blocks = -(-tokens // BLOCK_SIZE)
+        for length, tokens in LENGTHS.items():
             series[f"kvcache_request_length_tokens{{{length}}}"] = tokens
-            series[f"kvcache_request_slots{{{length}}}"] = min(usable // blocks, MAX_NUM_SEQS)
-            series[f"kvcache_remaining_request_slots{{{length}}}"] = min(free_blocks // blocks, free_seats)
+            series[f"kvcache_request_slots{{{length}}}"] = min(model.requests_in(usable, tokens), MAX_NUM_SEQS)
+            series[f"kvcache_remaining_request_slots{{{length}}}"] = min(model.requests_in(free, tokens), free_seats)
         return series
 
 
@@ -130,12 +145,12 @@ class ExporterSays:
     @property
     def slots(self) -> tuple[int, ...]:
         """Requests that the empty engine holds, for the longest and each further length."""
-        return tuple(int(self.series[f"kvcache_request_slots{{{length}}}"]) for length in _LENGTHS)
+        return tuple(int(self.series[f"kvcache_request_slots{{{length}}}"]) for length in LENGTHS)
 
     @property
     def remaining(self) -> tuple[int, ...]:
         """Requests that still fit, for the longest and each further length."""
-        return tuple(int(self.series[f"kvcache_remaining_request_slots{{{length}}}"]) for length in _LENGTHS)
+        return tuple(int(self.series[f"kvcache_remaining_request_slots{{{length}}}"]) for length in LENGTHS)
 
     @property
     def waiting(self) -> int:
