@@ -278,7 +278,7 @@ def test_layers_that_reuse_a_selection_have_no_index(fields: Mapping[str, Any], 
 
 
 def test_deepseek_without_a_latent_rank_is_ordinary_attention() -> None:
-    assert set(designs(read("DeepseekV2ForCausalLM"))) == {"F"}
+    assert set(designs(read("DeepseekV2ForCausalLM", kv_lora_rank=None))) == {"F"}
 
 
 @pytest.mark.parametrize(
@@ -505,6 +505,35 @@ def test_cache_format_of_the_checkpoint(field: str, quantization: Mapping[str, A
     assert parse_model_config({**PLAIN, field: quantization}).kv_cache_dtype == expected
 
 
+# What a file leaves out
+
+
+@pytest.mark.parametrize(
+    ("config", "num_kv_heads", "head_size"),
+    [
+        ({"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}, 2, 128),
+        ({"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "num_key_value_heads": None, "head_dim": None}, 32, 128),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "num_attention_heads": 20}, 4, 128),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 32}, 32, 128),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, 32, 128),
+        # What the file says under an older name goes first.
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_kv_heads": 4}, 4, 128),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "kv_channels": 64}, 32, 64),
+    ],
+)
+def test_defaults_of_hugging_face(config: Mapping[str, Any], num_kv_heads: int, head_size: int) -> None:
+    layer = attention(parse_model_config({**PLAIN, **config}))
+    assert (layer.num_kv_heads, layer.head_size) == (num_kv_heads, head_size)
+
+
+def test_language_model_inside_a_multimodal_file_leaves_out_what_is_default() -> None:
+    """PaliGemma 2: heads, their size and the window are those of Gemma 2's config class."""
+    inner = {"model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 26, "num_key_value_heads": 4}
+    parsed = parse_model_config({"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": inner})
+    assert parsed.num_attention_heads == 8
+    assert parsed.decoder_layers == ((AttentionLayer(4, 256, 256, sliding_window=4096),), (AttentionLayer(4, 256, 256),)) * 13
+
+
 # Length
 
 
@@ -540,7 +569,7 @@ def test_cache_format_of_the_checkpoint(field: str, quantization: Mapping[str, A
     ],
 )
 def test_length_that_vllm_serves_without_a_flag(fields: Mapping[str, Any], expected: int | None) -> None:
-    assert parse_model_config({**PLAIN, "architectures": ["OlmoForCausalLM"], **fields}).max_model_len == expected
+    assert parse_model_config({**PLAIN, "architectures": ["BaichuanForCausalLM"], **fields}).max_model_len == expected
 
 
 @pytest.mark.parametrize(
@@ -565,7 +594,7 @@ def test_length_that_vllm_serves_without_a_flag(fields: Mapping[str, Any], expec
     ],
 )
 def test_longest_length_that_a_flag_may_ask_for(fields: Mapping[str, Any], expected: int | None) -> None:
-    assert parse_model_config({**PLAIN, "architectures": ["OlmoForCausalLM"], **fields}).longest_max_model_len == expected
+    assert parse_model_config({**PLAIN, "architectures": ["BaichuanForCausalLM"], **fields}).longest_max_model_len == expected
 
 
 def test_command_r_is_served_at_the_length_of_its_last_stage() -> None:
@@ -666,7 +695,11 @@ UNSTATED = "its bytes are not stated, figures in blocks go on"
             {"num_kv_shared_layers": 32},
             "Gemma3nForCausalLM: num_kv_shared_layers = 32 leaves no layer with a cache of its own",
         ),
-        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "DeepseekV3ForCausalLM: config.json has no qk_rope_head_dim"),
+        (
+            "DeepseekV3ForCausalLM",
+            {"kv_lora_rank": 512, "qk_rope_head_dim": None},
+            "DeepseekV3ForCausalLM: config.json has no qk_rope_head_dim",
+        ),
         (
             "LlamaForCausalLM",
             {"num_key_value_heads": 0},

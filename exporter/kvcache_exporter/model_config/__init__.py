@@ -14,6 +14,7 @@ from typing import Any
 from kvcache_exporter.errors import UnsupportedModelError
 from kvcache_exporter.model_config.architectures import ARCHITECTURES, MODEL_TYPES, MULTIMODAL_WRAPPERS, Architecture
 from kvcache_exporter.model_config.attention import attention_decoder
+from kvcache_exporter.model_config.defaults import defaults_of
 from kvcache_exporter.model_config.dtype import checkpoint_kv_cache_dtype, model_dtype
 from kvcache_exporter.model_config.fields import Fields
 from kvcache_exporter.model_config.layers import DecoderLayer
@@ -68,7 +69,8 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     found = _language_model(config)
     name, architecture = found.name, found.architecture
     # params.json states all that its model has: nothing is left to defaults.
-    fields = Fields(found.text, name, {} if is_params else architecture.defaults)
+    defaults = {} if is_params else defaults_of((found.text.get("model_type"), *architecture.model_types))
+    fields = Fields(found.text, name, defaults)
     outer = Fields(config, name)
     length = read_max_model_len(fields)
     return ModelConfig(

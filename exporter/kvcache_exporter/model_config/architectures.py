@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass
 
 from kvcache_exporter.model_config import attention, encoder_decoder, latent, states
 from kvcache_exporter.model_config.fields import Fields
@@ -20,8 +18,7 @@ class Architecture:
     multi-token-prediction layer that the checkpoint carries. `honours_kv_cache_dtype` is False where vLLM's class passes no cache
     settings to its attention. `ssm_dtype` is the dtype of the recurrent state where neither file nor flag gives one.
     `has_prefill_checkpoint` tells a mixer that keeps one more state with prefix caching. `own_fields` are fields of its own that
-    would make any other reader wrong. `defaults` are the fields that files leave out because they have the default of Hugging
-    Face's config class.
+    would make any other reader wrong.
     """
 
     reader: Callable[[Fields], tuple[DecoderLayer, ...]]
@@ -31,7 +28,6 @@ class Architecture:
     ssm_dtype: str | None = None
     has_prefill_checkpoint: bool = False
     own_fields: frozenset[str] = frozenset()
-    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def _last_attention_layer(reader: Callable[[Fields], tuple[DecoderLayer, ...]]) -> Callable[[Fields], DecoderLayer]:
@@ -56,54 +52,8 @@ def _delta_net(*model_types: str) -> Architecture:
         states.gated_delta_net_decoder,
         model_types,
         draft_layer=_last_attention_layer(states.gated_delta_net_decoder),
-        defaults=MappingProxyType(
-            {
-                "linear_num_key_heads": 16,
-                "linear_num_value_heads": 32,
-                "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128,
-                "linear_conv_kernel_dim": 4,
-            }
-        ),
     )
 
-
-# Files, and nested parts of multimodal ones above all, leave out what has these defaults.
-_LLAMA_DEFAULTS = MappingProxyType(
-    {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
-)
-_MISTRAL_DEFAULTS = MappingProxyType(
-    {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    }
-)
-_GEMMA3_DEFAULTS = MappingProxyType(
-    {
-        "hidden_size": 2304,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131072,
-    }
-)
-_GEMMA3N_DEFAULTS = MappingProxyType(
-    {
-        "hidden_size": 2048,
-        "num_hidden_layers": 35,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "num_kv_shared_layers": 15,
-        "max_position_embeddings": 32768,
-    }
-)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     # attention with keys and values, full unless the file gives a window
@@ -139,7 +89,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "InternLM2ForCausalLM": _plain("internlm2"),
     "InternLM3ForCausalLM": _plain("internlm3"),
     "InternLMForCausalLM": _plain("internlm"),
-    "LlamaForCausalLM": Architecture(attention.attention_decoder, ("llama",), defaults=_LLAMA_DEFAULTS),
+    "LlamaForCausalLM": Architecture(attention.attention_decoder, ("llama",)),
     "MiniMaxM2ForCausalLM": _plain("minimax_m2"),
     "Ministral3ForCausalLM": _plain("ministral3"),
     "MixtralForCausalLM": _plain("mixtral"),
@@ -160,7 +110,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "SolarForCausalLM": _plain("solar"),
     "StableLmForCausalLM": _plain("stablelm"),
     "Starcoder2ForCausalLM": _plain("starcoder2"),
-    "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",), defaults=_MISTRAL_DEFAULTS),
+    "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",)),
     # the window is off unless the switch is on
     "Qwen2ForCausalLM": _switched("qwen2"),
     "Qwen2MoeForCausalLM": _switched("qwen2_moe"),
@@ -182,10 +132,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     # full and sliding, or full and chunked, in one model
     "Cohere2ForCausalLM": Architecture(attention.cohere2_decoder, ("cohere2",)),
     "Gemma2ForCausalLM": Architecture(attention.alternating_decoder, ("gemma2",)),
-    "Gemma3ForCausalLM": Architecture(attention.gemma3_decoder, ("gemma3_text",), defaults=_GEMMA3_DEFAULTS),
-    "Gemma3ForConditionalGeneration": Architecture(attention.gemma3_decoder, ("gemma3",), defaults=_GEMMA3_DEFAULTS),
-    "Gemma3nForCausalLM": Architecture(attention.gemma3n_decoder, ("gemma3n_text",), defaults=_GEMMA3N_DEFAULTS),
-    "Gemma3nForConditionalGeneration": Architecture(attention.gemma3n_decoder, ("gemma3n",), defaults=_GEMMA3N_DEFAULTS),
+    "Gemma3ForCausalLM": Architecture(attention.gemma3_decoder, ("gemma3_text",)),
+    "Gemma3ForConditionalGeneration": Architecture(attention.gemma3_decoder, ("gemma3",)),
+    "Gemma3nForCausalLM": Architecture(attention.gemma3n_decoder, ("gemma3n_text",)),
+    "Gemma3nForConditionalGeneration": Architecture(attention.gemma3n_decoder, ("gemma3n",)),
     "Gemma4ForCausalLM": Architecture(attention.gemma4_decoder, ("gemma4_text",)),
     "Gemma4ForConditionalGeneration": Architecture(attention.gemma4_decoder, ("gemma4",)),
     "GptOssForCausalLM": Architecture(attention.gpt_oss_decoder, ("gpt_oss",)),
