@@ -191,17 +191,44 @@ def test_mistral_without_the_field_has_the_default_window_of_hugging_face() -> N
         ("Gemma2ForCausalLM", {}, "S F S F S F"),
         ("Gemma3ForCausalLM", {}, "S S S S S F"),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 3}, "S S F S S F"),
-        ("Gemma3ForCausalLM", {"_sliding_window_pattern": 2}, "S F S F S F"),
+        ("Gemma3ForCausalLM", {"_sliding_window_pattern": 2}, "S S S S S F"),
         ("Cohere2ForCausalLM", {}, "S S S F S S"),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG"}, "S S S F S S"),
         ("LlamaForCausalLM", {"layer_types": ["full_attention", "sliding_attention", "attention"] * 2}, "F S F F S F"),
         # vLLM's class does not look at layer_types.
         ("GptOssForCausalLM", {"layer_types": ["full_attention"] * 6}, "S F S F S F"),
+        ("GptOssForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "S S S S S S"),
+        ("Olmo3ForCausalLM", {"sliding_window_pattern": 2}, "S S S F S S"),
+        ("Gemma4ForCausalLM", {"num_hidden_layers": 7}, "S S S S S F F"),
+        ("MistralForCausalLM", {"sliding_window_pattern": 2}, "S S S S S S"),
+        # Classes that give no layer a window of its own.
+        ("MixtralForCausalLM", {}, "S S S S S S"),
+        ("MixtralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 3}, "F F F F F F"),
+        ("MixtralForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "S S S S S S"),
+        ("MixtralForCausalLM", {"sliding_window": 0}, "F F F F F F"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "max_window_layers": 3}, "F F F F F F"),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "max_window_layers": 3}, "S S S S S S"),
+        ("Qwen3MoeForCausalLM", {}, "F F F F F F"),
+        ("Qwen3VLForConditionalGeneration", {}, "S S S S S S"),
+        ("Qwen3VLForConditionalGeneration", {"use_sliding_window": False}, "F F F F F F"),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "F F F S F F"),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "no_rope_layers": [1, 0] * 3}, "F S F S F S"),
+        ("SmolLM3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 3}, "F S F S F S"),
+        ("FalconForCausalLM", {}, "F F F F F F"),
         ("MiMoV2FlashForCausalLM", {"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0]}, "F S S S S F"),
     ],
 )
 def test_which_layers_slide(architecture: str, fields: Mapping[str, Any], expected: str) -> None:
-    assert design(architecture, num_hidden_layers=6, sliding_window=512, **fields) == expected
+    assert design(architecture, **{"num_hidden_layers": 6, "sliding_window": 512, **fields}) == expected
+
+
+def test_kinds_that_slide_without_a_window_are_full() -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6}
+    assert design("LlamaForCausalLM", **kinds) == design("LlamaForCausalLM", **kinds, sliding_window=0) == "F F F F F F"
+
+
+def test_window_that_looks_both_ways_counts_half() -> None:
+    assert attention(read("Gemma3ForCausalLM", sliding_window=4096, use_bidirectional_attention=True)).sliding_window == 2049
 
 
 def test_window_of_cohere2_includes_the_current_token() -> None:
@@ -226,11 +253,49 @@ def test_last_layers_that_share_a_cache_keep_nothing() -> None:
     assert design("Gemma3nForCausalLM", num_hidden_layers=6, num_kv_shared_layers=2, sliding_window=512) == "S S S S - -"
 
 
-def test_full_layers_of_gemma_4_have_heads_of_their_own() -> None:
-    fields = {"num_key_value_heads": 16, "head_dim": 256, "num_global_key_value_heads": 4, "global_head_dim": 512}
-    model = read("Gemma4ForCausalLM", sliding_window=1024, num_hidden_layers=6, **fields)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_global_key_value_heads": 4, "global_head_dim": 512, "attention_k_eq_v": True}, AttentionLayer(4, 512, 512)),
+        # The number of heads holds only where keys serve as values; the size has a default of its own.
+        ({"num_global_key_value_heads": 4}, AttentionLayer(16, 512, 512)),
+        ({"per_layer_config": {"05": {"head_dim": 384, "num_key_value_heads": 2}}}, AttentionLayer(2, 384, 384)),
+    ],
+)
+def test_full_layers_of_gemma_4_have_heads_of_their_own(fields: Mapping[str, Any], expected: AttentionLayer) -> None:
+    sizes = {"num_key_value_heads": 16, "head_dim": 256, "sliding_window": 1024, "num_hidden_layers": 6}
+    model = read("Gemma4ForCausalLM", **sizes, **fields)
     assert attention(model, 0) == AttentionLayer(16, 256, 256, sliding_window=1024)
-    assert attention(model, 5) == AttentionLayer(4, 512, 512)
+    assert attention(model, 5) == expected
+
+
+def test_more_shared_layers_than_there_are_share_nothing() -> None:
+    assert design("Gemma3nForCausalLM", num_hidden_layers=4, num_kv_shared_layers=4, sliding_window=512) == "S S S S"
+    assert design("LlamaForCausalLM", num_hidden_layers=4, num_kv_shared_layers=2) == "F F F F"
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "StableLmForCausalLM", "OlmoeForCausalLM", "OPTForCausalLM"])
+def test_classes_that_take_the_width_over_the_heads_whatever_the_file_states(architecture: str) -> None:
+    assert attention(read(architecture, head_dim=96, num_key_value_heads=32)) == AttentionLayer(32, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": False, "num_kv_heads": 4}, 32),
+        ({"new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+        ({"new_decoder_architecture": True, "n_head_kv": 8}, 32),
+    ],
+)
+def test_heads_of_falcon(fields: Mapping[str, Any], heads: int) -> None:
+    assert attention(read("FalconForCausalLM", **fields)).num_kv_heads == heads
+
+
+def test_heads_of_chatglm() -> None:
+    groups = {"multi_query_group_num": 2, "kv_channels": 64}
+    assert attention(read("ChatGLMModel", **groups, multi_query_attention=True)) == AttentionLayer(2, 128, 128)
+    assert attention(read("ChatGLMModel", **groups, multi_query_attention=False)) == AttentionLayer(32, 128, 128)
 
 
 def test_keys_and_values_of_two_sizes() -> None:
@@ -340,7 +405,11 @@ def test_real_models_with_states(name: str, counts: Mapping[str, int], state: Ca
         ("Qwen3NextForCausalLM", {"full_attention_interval": 2}, "M F M F"),
         ("Qwen3NextForCausalLM", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "F M M M"),
         ("Lfm2ForCausalLM", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}, "M F M F"),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["linear_attention", "full_attention"] * 2, **MAMBA_2}, "M F M F"),
+        ("GraniteMoeHybridForCausalLM", {"layers_block_type": ["mamba", "attention"] * 2, **MAMBA_2}, "M F M F"),
+        ("GraniteMoeHybridForCausalLM", {}, "M M M M"),
         ("Lfm2ForCausalLM", {"conv_L_cache": 3, "full_attn_idxs": [0]}, "F M M M"),
+        ("Lfm2ForCausalLM", {}, "F F F F"),
         ("MiniMaxText01ForCausalLM", {"attn_type_list": [0, 0, 0, 1]}, "M M M F"),
         (
             "Zamba2ForCausalLM",
@@ -377,6 +446,8 @@ def test_which_layers_keep_a_state(architecture: str, fields: Mapping[str, Any],
 
 
 def test_states_of_their_own_width() -> None:
+    default = read("FalconH1ForCausalLM", mamba_n_heads=8, mamba_d_head="auto")
+    assert Mamba2Layer(d_inner=1024, num_heads=8, head_dim=128, d_state=256, n_groups=1, d_conv=4) in default.decoder_layers[0]
     falcon = read("FalconH1ForCausalLM", mamba_d_ssm=3072, mamba_n_groups=2, **MAMBA_2)
     assert falcon.decoder_layers[0][0] == Mamba2Layer(3072, 128, 64, 128, 2, 4)
     minimax = read("MiniMaxText01ForCausalLM", num_hidden_layers=2, attn_type_list=[0, 1])
@@ -392,8 +463,11 @@ def test_feed_forward_layers_keep_nothing() -> None:
     ("architecture", "fields", "expected"),
     [
         ("NemotronHForCausalLM", {"mamba_ssm_cache_dtype": "float16"}, "float16"),
+        ("NemotronHForCausalLM", {"mamba_ssm_dtype": "float16"}, "float32"),
         ("NemotronHForCausalLM", {}, "float32"),
         ("Qwen3_5ForConditionalGeneration", {"mamba_ssm_dtype": "float32"}, "float32"),
+        ("Qwen3_5ForConditionalGeneration", {"mamba_ssm_cache_dtype": "float32"}, None),
+        ("Qwen3NextForCausalLM", {"mamba_ssm_dtype": "float32"}, None),
         ("Qwen3NextForCausalLM", {}, None),
     ],
 )
@@ -667,16 +741,10 @@ UNSTATED = "its bytes are not stated, figures in blocks go on"
             "LlamaForCausalLM: layer_types = ['linear_attention'] is not attention that this reader knows",
         ),
         (
-            "LlamaForCausalLM",
-            {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
-            "LlamaForCausalLM: config.json has no sliding_window",
-        ),
-        (
             "GraniteMoeHybridForCausalLM",
             {"num_hidden_layers": 1, "layer_types": ["conv"], **MAMBA_2},
             "GraniteMoeHybridForCausalLM: layer_types = ['conv'] is not a kind of layer that this reader knows",
         ),
-        ("GraniteMoeHybridForCausalLM", MAMBA_2, "GraniteMoeHybridForCausalLM: layer_types = None is missing"),
         ("MiniMaxText01ForCausalLM", {}, "MiniMaxText01ForCausalLM: attn_type_list = None is missing"),
         ("MiMoV2FlashForCausalLM", {}, "MiMoV2FlashForCausalLM: hybrid_layer_pattern = None is missing"),
         ("DeciLMForCausalLM", {}, "DeciLMForCausalLM: block_configs = None is missing"),
@@ -689,11 +757,6 @@ UNSTATED = "its bytes are not stated, figures in blocks go on"
             "KimiLinearForCausalLM",
             {"linear_attn_config": 4},
             "KimiLinearForCausalLM: linear_attn_config = 4 is not an object",
-        ),
-        (
-            "Gemma3nForCausalLM",
-            {"num_kv_shared_layers": 32},
-            "Gemma3nForCausalLM: num_kv_shared_layers = 32 leaves no layer with a cache of its own",
         ),
         (
             "DeepseekV3ForCausalLM",
@@ -758,6 +821,8 @@ def test_refusal_names_field_and_value(architecture: str, fields: Mapping[str, A
         {"hybrid_override_pattern": "M*"},
         {"cross_attention_layers": [3]},
         {"is_encoder_decoder": True},
+        {"type_vocab_size": 2},
+        {"loop_num": 2},
     ],
 )
 def test_unknown_architecture_with_a_field_of_another_design_is_refused(field: Mapping[str, Any]) -> None:

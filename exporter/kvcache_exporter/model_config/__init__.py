@@ -16,7 +16,7 @@ from kvcache_exporter.model_config.architectures import ARCHITECTURES, MODEL_TYP
 from kvcache_exporter.model_config.attention import attention_decoder
 from kvcache_exporter.model_config.defaults import defaults_of
 from kvcache_exporter.model_config.dtype import checkpoint_kv_cache_dtype, model_dtype
-from kvcache_exporter.model_config.fields import Fields
+from kvcache_exporter.model_config.fields import HEAD_SIZE_FIELDS, Fields
 from kvcache_exporter.model_config.layers import DecoderLayer
 from kvcache_exporter.model_config.max_model_len import read_max_model_len
 from kvcache_exporter.model_config.params_json import config_from_params, is_params_json
@@ -70,7 +70,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     name, architecture = found.name, found.architecture
     # params.json states all that its model has: nothing is left to defaults.
     defaults = {} if is_params else defaults_of((found.text.get("model_type"), *architecture.model_types))
-    fields = Fields(found.text, name, defaults)
+    fields = Fields(_without_head_size(found.text) if architecture.derives_head_dim else found.text, name, defaults)
     outer = Fields(config, name)
     length = read_max_model_len(fields)
     return ModelConfig(
@@ -80,13 +80,22 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         draft_layer=None if architecture.draft_layer is None else architecture.draft_layer(fields),
         dtype=model_dtype(fields) or model_dtype(outer),
         kv_cache_dtype=checkpoint_kv_cache_dtype(fields) or checkpoint_kv_cache_dtype(outer),
-        ssm_dtype=fields.text("mamba_ssm_dtype") or fields.text("mamba_ssm_cache_dtype") or architecture.ssm_dtype,
+        ssm_dtype=_ssm_dtype(fields, architecture),
         max_model_len=None if length is None else length.derived,
         longest_max_model_len=None if length is None else length.longest,
         honours_kv_cache_dtype=architecture.honours_kv_cache_dtype,
         has_prefill_checkpoint=architecture.has_prefill_checkpoint,
         is_assumed=found.is_assumed,
     )
+
+
+def _without_head_size(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in text.items() if name not in HEAD_SIZE_FIELDS}
+
+
+def _ssm_dtype(fields: Fields, architecture: Architecture) -> str | None:
+    stated = None if architecture.ssm_dtype_field is None else fields.text(architecture.ssm_dtype_field)
+    return stated or architecture.ssm_dtype
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ class Architecture:
 
     `model_types` are Hugging Face's names for it, for files (and nested parts) that name no architecture. `draft_layer` reads the
     multi-token-prediction layer that the checkpoint carries. `honours_kv_cache_dtype` is False where vLLM's class passes no cache
-    settings to its attention. `ssm_dtype` is the dtype of the recurrent state where neither file nor flag gives one.
+    settings to its attention, `derives_head_dim` is True where it divides the width by the heads whatever size of a head the file
+    states. `ssm_dtype_field` is where the file gives the dtype of recurrent states, `ssm_dtype` that dtype where nothing does.
     `has_prefill_checkpoint` tells a mixer that keeps one more state with prefix caching. `own_fields` are fields of its own that
     would make any other reader wrong.
     """
@@ -25,7 +26,9 @@ class Architecture:
     model_types: tuple[str, ...] = ()
     draft_layer: Callable[[Fields], DecoderLayer] | None = None
     honours_kv_cache_dtype: bool = True
+    derives_head_dim: bool = False
     ssm_dtype: str | None = None
+    ssm_dtype_field: str | None = None
     has_prefill_checkpoint: bool = False
     own_fields: frozenset[str] = frozenset()
 
@@ -39,19 +42,28 @@ def _plain(*model_types: str) -> Architecture:
     return Architecture(attention.attention_decoder, model_types)
 
 
-def _switched(*model_types: str) -> Architecture:
-    return Architecture(attention.switched_window_decoder, model_types)
+def _uniform(*model_types: str, derives_head_dim: bool = False) -> Architecture:
+    return Architecture(attention.uniform_decoder, model_types, derives_head_dim=derives_head_dim)
+
+
+def _derived(*model_types: str) -> Architecture:
+    return Architecture(attention.attention_decoder, model_types, derives_head_dim=True)
+
+
+def _switched(*model_types: str, derives_head_dim: bool = False) -> Architecture:
+    return Architecture(attention.switched_window_decoder, model_types, derives_head_dim=derives_head_dim)
 
 
 def _latent(*model_types: str) -> Architecture:
     return Architecture(latent.latent_decoder, model_types, draft_layer=latent.latent_draft_layer)
 
 
-def _delta_net(*model_types: str) -> Architecture:
+def _delta_net(*model_types: str, ssm_dtype_field: str | None = None) -> Architecture:
     return Architecture(
         states.gated_delta_net_decoder,
         model_types,
         draft_layer=_last_attention_layer(states.gated_delta_net_decoder),
+        ssm_dtype_field=ssm_dtype_field,
     )
 
 
@@ -61,71 +73,71 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ArceeForCausalLM": _plain("arcee"),
     "BaiChuanForCausalLM": _plain(),
     "BaichuanForCausalLM": _plain("baichuan"),
-    "BloomForCausalLM": _plain("bloom"),
-    "ChatGLMForConditionalGeneration": _plain(),
-    "ChatGLMModel": _plain("chatglm"),
-    "CohereForCausalLM": _plain("cohere"),
+    "BloomForCausalLM": _derived("bloom"),
+    "ChatGLMForConditionalGeneration": Architecture(attention.chatglm_decoder, derives_head_dim=True),
+    "ChatGLMModel": Architecture(attention.chatglm_decoder, ("chatglm",), derives_head_dim=True),
+    "CohereForCausalLM": _uniform("cohere"),
     "Dots1ForCausalLM": _plain("dots1"),
     "Ernie4_5ForCausalLM": _plain("ernie4_5"),
-    "Ernie4_5_MoeForCausalLM": _plain("ernie4_5_moe"),
-    "ExaoneForCausalLM": _plain("exaone"),
-    "Exaone4ForCausalLM": _plain("exaone4"),
-    "GPT2LMHeadModel": _plain("gpt2"),
+    "Ernie4_5_MoeForCausalLM": _uniform("ernie4_5_moe"),
+    "ExaoneForCausalLM": _uniform("exaone"),
+    "Exaone4ForCausalLM": Architecture(attention.exaone4_decoder, ("exaone4",)),
+    "GPT2LMHeadModel": _derived("gpt2"),
     "GPTBigCodeForCausalLM": _plain("gpt_bigcode"),
-    "GPTJForCausalLM": _plain("gptj"),
+    "GPTJForCausalLM": _derived("gptj"),
     "GPTNeoXForCausalLM": _plain("gpt_neox"),
-    "GemmaForCausalLM": _plain("gemma"),
-    "Glm4ForCausalLM": _plain("glm4"),
+    "GemmaForCausalLM": _uniform("gemma"),
+    "Glm4ForCausalLM": _uniform("glm4"),
     "Glm4MoeForCausalLM": Architecture(
         attention.attention_decoder, ("glm4_moe",), draft_layer=_last_attention_layer(attention.attention_decoder)
     ),
-    "Glm4vForConditionalGeneration": _plain("glm4v", "glm4v_text"),
-    "Glm4vMoeForConditionalGeneration": _plain("glm4v_moe", "glm4v_moe_text"),
+    "Glm4vForConditionalGeneration": _uniform("glm4v", "glm4v_text"),
+    "Glm4vMoeForConditionalGeneration": _uniform("glm4v_moe", "glm4v_moe_text"),
     "GlmForCausalLM": _plain("glm"),
     "GraniteForCausalLM": _plain("granite"),
-    "GraniteMoeForCausalLM": _plain("granitemoe"),
+    "GraniteMoeForCausalLM": _derived("granitemoe"),
     "HunYuanDenseV1ForCausalLM": _plain("hunyuan_v1_dense"),
     "HunYuanMoEV1ForCausalLM": _plain("hunyuan_v1_moe"),
-    "InternLM2ForCausalLM": _plain("internlm2"),
+    "InternLM2ForCausalLM": _uniform("internlm2", derives_head_dim=True),
     "InternLM3ForCausalLM": _plain("internlm3"),
     "InternLMForCausalLM": _plain("internlm"),
     "LlamaForCausalLM": Architecture(attention.attention_decoder, ("llama",)),
-    "MiniMaxM2ForCausalLM": _plain("minimax_m2"),
+    "MiniMaxM2ForCausalLM": _uniform("minimax_m2"),
     "Ministral3ForCausalLM": _plain("ministral3"),
-    "MixtralForCausalLM": _plain("mixtral"),
+    "MixtralForCausalLM": _uniform("mixtral"),
     "NemotronForCausalLM": _plain("nemotron"),
-    "OPTForCausalLM": _plain("opt"),
+    "OPTForCausalLM": _uniform("opt", derives_head_dim=True),
     "Olmo2ForCausalLM": _plain("olmo2"),
-    "Olmo3ForCausalLM": _plain("olmo3"),
+    "Olmo3ForCausalLM": Architecture(attention.every_fourth_full_decoder, ("olmo3",)),
     "OlmoForCausalLM": _plain("olmo"),
-    "OlmoeForCausalLM": _plain("olmoe"),
+    "OlmoeForCausalLM": _uniform("olmoe", derives_head_dim=True),
     "OpenELMForCausalLM": _plain("openelm"),
     "PersimmonForCausalLM": _plain("persimmon"),
     "Phi3ForCausalLM": _plain("phi3"),
     "Phi4MMForCausalLM": _plain("phi4mm"),
-    "PhiMoEForCausalLM": _plain("phimoe"),
+    "PhiMoEForCausalLM": _uniform("phimoe"),
     "PhiForCausalLM": _plain("phi"),
     "SeedOssForCausalLM": _plain("seed_oss"),
-    "SmolLM3ForCausalLM": _switched("smollm3"),
-    "SolarForCausalLM": _plain("solar"),
-    "StableLmForCausalLM": _plain("stablelm"),
+    "SmolLM3ForCausalLM": Architecture(attention.smollm3_decoder, ("smollm3",)),
+    "SolarForCausalLM": _uniform("solar"),
+    "StableLmForCausalLM": _uniform("stablelm", derives_head_dim=True),
     "Starcoder2ForCausalLM": _plain("starcoder2"),
     "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",)),
     # the window is off unless the switch is on
-    "Qwen2ForCausalLM": _switched("qwen2"),
-    "Qwen2MoeForCausalLM": _switched("qwen2_moe"),
-    "MiMoForCausalLM": _switched("mimo"),
-    "Qwen2_5OmniForConditionalGeneration": _switched("qwen2_5_omni", "qwen2_5_omni_text"),
+    "Qwen2ForCausalLM": _switched("qwen2", derives_head_dim=True),
+    "Qwen2MoeForCausalLM": Architecture(attention.qwen2_moe_decoder, ("qwen2_moe",), derives_head_dim=True),
+    "MiMoForCausalLM": _switched("mimo", derives_head_dim=True),
+    "Qwen2_5OmniForConditionalGeneration": _switched("qwen2_5_omni", "qwen2_5_omni_text", derives_head_dim=True),
     "Qwen2_5OmniModel": _switched(),
     "Qwen3OmniMoeForConditionalGeneration": _switched("qwen3_omni_moe", "qwen3_omni_moe_text"),
-    "Qwen2VLForConditionalGeneration": _switched("qwen2_vl", "qwen2_vl_text"),
-    "Qwen2_5_VLForConditionalGeneration": _switched("qwen2_5_vl", "qwen2_5_vl_text"),
+    "Qwen2VLForConditionalGeneration": _switched("qwen2_vl", "qwen2_vl_text", derives_head_dim=True),
+    "Qwen2_5_VLForConditionalGeneration": _switched("qwen2_5_vl", "qwen2_5_vl_text", derives_head_dim=True),
     "Qwen3ForCausalLM": _switched("qwen3"),
-    "Qwen3MoeForCausalLM": _switched("qwen3_moe"),
-    "Qwen3VLForConditionalGeneration": _switched("qwen3_vl", "qwen3_vl_text"),
-    "Qwen3VLMoeForConditionalGeneration": _switched("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    "Qwen3MoeForCausalLM": Architecture(attention.qwen3_moe_decoder, ("qwen3_moe",)),
+    "Qwen3VLForConditionalGeneration": Architecture(attention.qwen3_vl_decoder, ("qwen3_vl", "qwen3_vl_text")),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(attention.qwen3_vl_decoder, ("qwen3_vl_moe", "qwen3_vl_moe_text")),
     # KV heads in a place of their own
-    "FalconForCausalLM": Architecture(attention.attention_decoder, ("falcon",), honours_kv_cache_dtype=False),
+    "FalconForCausalLM": Architecture(attention.falcon_decoder, ("falcon",), honours_kv_cache_dtype=False),
     "DbrxForCausalLM": Architecture(attention.attn_config_decoder, ("dbrx",)),
     "MPTForCausalLM": Architecture(attention.attn_config_decoder, ("mpt",)),
     "DeciLMForCausalLM": Architecture(attention.block_configs_decoder, ("nemotron-nas", "deci")),
@@ -143,7 +155,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Llama4ForConditionalGeneration": Architecture(attention.llama4_decoder, ("llama4",)),
     "MiMoV2FlashForCausalLM": Architecture(attention.mimo_v2_decoder, ("mimo_v2_flash",)),
     # latents
-    "DeepseekForCausalLM": _plain("deepseek"),
+    "DeepseekForCausalLM": _derived("deepseek"),
     "DeepseekV2ForCausalLM": _latent("deepseek_v2"),
     "DeepseekV3ForCausalLM": _latent("deepseek_v3", "kimi_k2"),
     "DeepseekV32ForCausalLM": _latent("deepseek_v32"),
@@ -158,7 +170,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "GraniteMoeHybridForCausalLM": Architecture(
         states.granite_hybrid_decoder, ("granitemoehybrid",), has_prefill_checkpoint=True
     ),
-    "JambaForCausalLM": Architecture(states.jamba_decoder, ("jamba",)),
+    "JambaForCausalLM": Architecture(states.jamba_decoder, ("jamba",), derives_head_dim=True),
     "KimiLinearForCausalLM": Architecture(states.kimi_linear_decoder, ("kimi_linear",)),
     "KimiK3ForConditionalGeneration": Architecture(states.kimi_linear_decoder, ("kimi_k3",), has_prefill_checkpoint=True),
     "Lfm2ForCausalLM": Architecture(states.short_conv_decoder, ("lfm2",)),
@@ -166,13 +178,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniMaxM1ForCausalLM": Architecture(states.minimax_text_decoder, ("minimax_m1",)),
     "MiniMaxText01ForCausalLM": Architecture(states.minimax_text_decoder, ("minimax_text_01", "minimax")),
     "NemotronHForCausalLM": Architecture(
-        states.nemotron_h_decoder, ("nemotron_h",), ssm_dtype="float32", has_prefill_checkpoint=True
+        states.nemotron_h_decoder,
+        ("nemotron_h",),
+        ssm_dtype="float32",
+        ssm_dtype_field="mamba_ssm_cache_dtype",
+        has_prefill_checkpoint=True,
     ),
     "Qwen3NextForCausalLM": _delta_net("qwen3_next"),
-    "Qwen3_5ForCausalLM": _delta_net("qwen3_5_text"),
-    "Qwen3_5ForConditionalGeneration": _delta_net("qwen3_5"),
-    "Qwen3_5MoeForCausalLM": _delta_net("qwen3_5_moe_text"),
-    "Qwen3_5MoeForConditionalGeneration": _delta_net("qwen3_5_moe"),
+    "Qwen3_5ForCausalLM": _delta_net("qwen3_5_text", ssm_dtype_field="mamba_ssm_dtype"),
+    "Qwen3_5ForConditionalGeneration": _delta_net("qwen3_5", ssm_dtype_field="mamba_ssm_dtype"),
+    "Qwen3_5MoeForCausalLM": _delta_net("qwen3_5_moe_text", ssm_dtype_field="mamba_ssm_dtype"),
+    "Qwen3_5MoeForConditionalGeneration": _delta_net("qwen3_5_moe", ssm_dtype_field="mamba_ssm_dtype"),
     "Zamba2ForCausalLM": Architecture(states.zamba2_decoder, ("zamba2",), has_prefill_checkpoint=True),
     # an encoder's output beside the decoder's own
     "MllamaForConditionalGeneration": Architecture(encoder_decoder.mllama_decoder, ("mllama", "mllama_text_model")),
@@ -185,7 +201,6 @@ MODEL_TYPES: Mapping[str, str] = {
 
 MULTIMODAL_WRAPPERS = frozenset(
     {
-        "AriaForConditionalGeneration",
         "Cohere2VisionForConditionalGeneration",
         "DeepseekVLV2ForCausalLM",
         "InternVLChatModel",

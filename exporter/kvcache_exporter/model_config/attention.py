@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvcache_exporter.model_config.fields import Fields
 from kvcache_exporter.model_config.layers import AttentionLayer, DecoderLayer
@@ -17,11 +18,19 @@ def attention_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     return attention_layers(fields, layer_types(fields))
 
 
-def attention_layers(fields: Fields, types: Sequence[str]) -> tuple[DecoderLayer, ...]:
+def uniform_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Classes that give no layer a window of its own: all layers slide, or none where `layer_types` mixes kinds."""
+    return attention_layers(fields, _uniform(layer_types(fields)))
+
+
+def _uniform(types: tuple[str, ...]) -> tuple[str, ...]:
+    return types if len(set(types)) == 1 else (FULL,) * len(types)
+
+
+def attention_layers(fields: Fields, types: Sequence[str], *, num_kv_shared_layers: int = 0) -> tuple[DecoderLayer, ...]:
     """One attention layer for each of `types`; the last `num_kv_shared_layers` keep nothing, they read another layer's cache."""
-    own = len(types) - fields.count("num_kv_shared_layers")
-    if own <= 0:
-        raise fields.refuse("num_kv_shared_layers", fields.get("num_kv_shared_layers"), "leaves no layer with a cache of its own")
+    # Gemma shares none where the number leaves no layer to read from.
+    own = len(types) - num_kv_shared_layers if num_kv_shared_layers < len(types) else len(types)
     kv_heads = fields.key_value_heads(len(types))
     return tuple(
         (_layer(fields, kind, kv_heads[index]),) if index < own and kv_heads[index] else () for index, kind in enumerate(types)
@@ -39,11 +48,11 @@ def _layer(fields: Fields, kind: str, num_kv_heads: int) -> AttentionLayer:
     )
 
 
-def layer_types(fields: Fields, *, default_pattern: int | None = None) -> tuple[str, ...]:
+def layer_types(fields: Fields, *, pattern: int | str | None = None) -> tuple[str, ...]:
     """The kind of each layer.
 
     `layer_types` says it outright. A pattern n makes every n-th layer full and the others sliding. A window alone makes all
-    layers slide.
+    layers slide; without one, or with one of 0, none does (`vllm/engine/arg_utils.py`).
     """
     count = fields.num_hidden_layers
     named = fields.entries("layer_types", length=count)
@@ -51,10 +60,10 @@ def layer_types(fields: Fields, *, default_pattern: int | None = None) -> tuple[
         unknown = sorted({str(kind) for kind in named} - {FULL, SLIDING, CHUNKED, "attention"})
         if unknown:
             raise fields.refuse("layer_types", unknown, "is not attention that this reader knows")
-        return tuple(FULL if kind == "attention" else str(kind) for kind in named)
+        slides = bool(fields.get("sliding_window"))
+        return tuple(FULL if kind == "attention" or (kind == SLIDING and not slides) else str(kind) for kind in named)
     if not fields.get("sliding_window"):
         return (FULL,) * count
-    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", default_pattern))
     if isinstance(pattern, str) and pattern:
         return tuple(FULL if pattern[index % len(pattern)] == "G" else SLIDING for index in range(count))
     if isinstance(pattern, int) and pattern > 0:
@@ -75,6 +84,64 @@ def switched_window_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     return attention_layers(fields, (FULL,) * full + (SLIDING,) * (count - full))
 
 
+def qwen2_moe_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Qwen2-MoE: `max_window_layers` mixes kinds in Hugging Face's config, and vLLM's class then lets none slide."""
+    if not fields.get("use_sliding_window") or fields.get("layer_types") is None:
+        return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+    return uniform_decoder(fields)
+
+
+def qwen3_moe_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Qwen3-MoE: the switch lets all layers slide; there are no `max_window_layers`."""
+    if not fields.get("use_sliding_window"):
+        return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+    return uniform_decoder(fields)
+
+
+def qwen3_vl_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Qwen3-VL: a window that is stated holds in all layers, unless it is switched off outright."""
+    if not fields.get("use_sliding_window", True):
+        return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+    return uniform_decoder(fields)
+
+
+def smollm3_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """SmolLM3: `layer_types`, else with the switch the layers without rotary positions slide (by default every 4th)."""
+    count = fields.num_hidden_layers
+    if fields.get("layer_types") is not None:
+        return attention_decoder(fields)
+    if not fields.get("use_sliding_window") or not fields.get("sliding_window"):
+        return attention_layers(fields, (FULL,) * count)
+    return attention_layers(fields, tuple(FULL if rope else SLIDING for rope in _ropes(fields)))
+
+
+def _ropes(fields: Fields) -> Sequence[int]:
+    """For each layer whether it has rotary positions."""
+    count = fields.num_hidden_layers
+    listed = fields.entries("no_rope_layers", length=count) if fields.get("no_rope_layers") else None
+    if listed is not None:
+        return [int(rope) for rope in listed]
+    interval = fields.whole("no_rope_layer_interval", default=4)
+    return [int((index + 1) % interval != 0) for index in range(count)]
+
+
+def falcon_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Falcon: only its newer decoder takes the number of KV heads; the older has one or all. It never slides."""
+    heads = fields.num_attention_heads
+    if fields.get("new_decoder_architecture"):
+        kv_heads = fields.whole("num_kv_heads", default=heads)
+    else:
+        kv_heads = 1 if fields.get("multi_query") else heads
+    return ((AttentionLayer(kv_heads, fields.head_dim, fields.head_dim),),) * fields.num_hidden_layers
+
+
+def chatglm_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """ChatGLM: groups of queries share a KV head where the switch is on."""
+    heads = fields.num_attention_heads
+    kv_heads = fields.whole("multi_query_group_num", default=heads) if fields.get("multi_query_attention", True) else heads
+    return ((AttentionLayer(kv_heads, fields.head_dim, fields.head_dim),),) * fields.num_hidden_layers
+
+
 def mistral_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Mistral: Hugging Face's default is a window of 4096 where the file has no such field; null means none."""
     types = layer_types(fields)
@@ -85,50 +152,87 @@ def mistral_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 
 def alternating_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """Gemma 2 and gpt-oss: sliding and full in turn, sliding first."""
-    return attention_layers(fields, layer_types(fields, default_pattern=2))
+    """Gemma 2: sliding and full in turn, sliding first."""
+    return attention_layers(fields, layer_types(fields, pattern=2))
 
 
 def gemma3_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """Gemma 3: five sliding layers, then a full one."""
-    return attention_layers(fields, layer_types(fields, default_pattern=6))
+    """Gemma 3: five sliding layers, then a full one; a window that looks both ways counts half of it and the token itself."""
+    layers = attention_layers(fields, layer_types(fields, pattern=fields.get("sliding_window_pattern", 6)))
+    return _with_window(layers, lambda window: window // 2 + 1) if fields.get("use_bidirectional_attention") else layers
+
+
+def _with_window(layers: Sequence[DecoderLayer], change: Callable[[int], int]) -> tuple[DecoderLayer, ...]:
+    """The same layers, with every window changed."""
+    return tuple(
+        tuple(
+            replace(own, sliding_window=change(own.sliding_window))
+            if isinstance(own, AttentionLayer) and own.sliding_window
+            else own
+            for own in layer
+        )
+        for layer in layers
+    )
 
 
 def gemma3n_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Gemma 3n: four sliding layers, then a full one."""
-    return attention_layers(fields, layer_types(fields, default_pattern=5))
+    types = layer_types(fields, pattern=5)
+    return attention_layers(fields, types, num_kv_shared_layers=fields.count("num_kv_shared_layers"))
+
+
+def every_fourth_full_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Olmo 3: three sliding layers, then a full one; no field changes that but `layer_types`."""
+    return attention_layers(fields, layer_types(fields, pattern=4))
+
+
+def exaone4_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Exaone 4: a pattern of L (sliding) and G (full), or a number; by default three sliding layers, then a full one."""
+    return attention_layers(fields, layer_types(fields, pattern=fields.get("sliding_window_pattern", 4)))
 
 
 def cohere2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Command R7B and Command A: three sliding layers, then a full one; vLLM's window includes the current token."""
-    layers = attention_layers(fields, layer_types(fields, default_pattern=4))
-    return tuple(
-        tuple(
-            AttentionLayer(layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.sliding_window + 1)
-            if isinstance(layer, AttentionLayer) and layer.sliding_window
-            else layer
-            for layer in decoder_layer
-        )
-        for decoder_layer in layers
-    )
+    types = layer_types(fields, pattern=fields.get("sliding_window_pattern", 4))
+    return _with_window(attention_layers(fields, types), lambda window: window + 1)
 
 
 def gpt_oss_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """gpt-oss: vLLM's class lets every even layer slide, whatever `layer_types` says."""
+    """gpt-oss: vLLM's class lets every even layer slide, whatever `layer_types` mixes."""
     count = fields.num_hidden_layers
+    if not fields.get("sliding_window") or set(layer_types(fields)) == {SLIDING} == set(fields.entries("layer_types") or ()):
+        return attention_decoder(fields)
     return attention_layers(fields, tuple(FULL if index % 2 else SLIDING for index in range(count)))
 
 
 def gemma4_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """Gemma 4: full layers have heads of their own number and size."""
-    full = AttentionLayer(
-        num_kv_heads=fields.whole("num_global_key_value_heads", default=fields.num_key_value_heads),
-        head_size=fields.whole("global_head_dim", default=fields.head_dim),
-        head_size_v=fields.whole("global_head_dim", default=fields.head_dim),
-    )
-    types = layer_types(fields, default_pattern=6)
-    layers = attention_layers(fields, types)
+    """Gemma 4: full layers have heads of their own size and, where keys serve as values, number; the last layer is always full.
+
+    Files of newer versions state both layer by layer instead, in `per_layer_config`.
+    """
+    types = (*layer_types(fields, pattern=6)[:-1], FULL)
+    layers = attention_layers(fields, types, num_kv_shared_layers=fields.count("num_kv_shared_layers"))
+    per_layer = fields.mapping("per_layer_config")
+    if per_layer.names():
+        overrides = {int(name): per_layer.mapping(name) for name in per_layer.names() if name.isdecimal()}
+        return tuple(
+            tuple(_overridden(own, overrides[index]) for own in layer if isinstance(own, AttentionLayer))
+            if index in overrides
+            else layer
+            for index, layer in enumerate(layers)
+        )
+    kv_heads = fields.num_key_value_heads
+    if fields.get("attention_k_eq_v"):
+        kv_heads = fields.whole("num_global_key_value_heads", default=kv_heads)
+    head_dim = fields.whole("global_head_dim", default=512)
+    full = AttentionLayer(kv_heads, head_dim, head_dim)
     return tuple((full,) if layer and kind == FULL else layer for layer, kind in zip(layers, types, strict=True))
+
+
+def _overridden(layer: AttentionLayer, override: Fields) -> AttentionLayer:
+    head_dim = override.whole("head_dim", default=layer.head_size)
+    kv_heads = override.whole("num_key_value_heads", default=layer.num_kv_heads)
+    return replace(layer, num_kv_heads=kv_heads, head_size=head_dim, head_size_v=head_dim)
 
 
 def mimo_v2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
@@ -149,14 +253,8 @@ def mimo_v2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 def llama4_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Llama 4: layers with rotary positions attend within a chunk, those without (by default every 4th) to all."""
-    count = fields.num_hidden_layers
-    ropes = fields.entries("no_rope_layers") or None
-    if ropes is None:
-        interval = fields.whole("no_rope_layer_interval", default=4)
-        ropes = [int((index + 1) % interval != 0) for index in range(count)]
-    chunked = fields.get("attention_chunk_size", None if fields.has("attention_chunk_size") else 8192)
-    types = tuple(CHUNKED if rope and chunked else FULL for rope in ropes)
-    return attention_layers(fields, types)
+    chunked = bool(fields.get("attention_chunk_size"))
+    return attention_layers(fields, tuple(CHUNKED if rope and chunked else FULL for rope in _ropes(fields)))
 
 
 def block_configs_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:

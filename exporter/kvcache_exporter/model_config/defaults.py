@@ -136,16 +136,20 @@ _GATED_DELTA_NET = {
 }
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _INDEXED_LATENT = {**_LATENT, "index_head_dim": 128, "index_topk": 2048}
+_MAMBA2 = {"mamba_n_heads": 128, "mamba_d_state": 256}
+_LLAMA4 = {"attention_chunk_size": 8192}
 _GEMMA3N = {"sliding_window": 512, "num_kv_shared_layers": 15}
 
 # What only some designs have.
 _DESIGN: Mapping[str, Mapping[str, Any]] = {
+    "bamba": _MAMBA2,
     "cohere2": {"sliding_window": 4096},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED_LATENT,
-    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "exaone4": {"sliding_window": 4096},
     "falcon": {"multi_query": True},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 1024},
     "gemma2": {"sliding_window": 4096},
     "gemma3": {"sliding_window": 4096},
     "gemma3_text": {"sliding_window": 4096},
@@ -157,7 +161,15 @@ _DESIGN: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa": _INDEXED_LATENT,
     "gpt_bigcode": {"multi_query": True},
     "gpt_oss": {"sliding_window": 128},
-    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "granitemoehybrid": _MAMBA2,
+    "jamba": {"attn_layer_period": 8, "attn_layer_offset": 4},
+    "lfm2": {"conv_L_cache": 3},
+    "lfm2_moe": {"conv_L_cache": 3},
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "mimo_v2_flash": {"sliding_window": 128, "v_head_dim": 128},
+    "nemotron_h": {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
+    "olmo3": {"sliding_window": 4096},
     "qwen3_5": _GATED_DELTA_NET,
     "qwen3_5_moe": _GATED_DELTA_NET,
     "qwen3_5_moe_text": _GATED_DELTA_NET,

@@ -13,7 +13,7 @@ from kvcache_exporter.errors import UnsupportedModelError
 _KV_HEAD_FIELDS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 _LAYER_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_transformer_layers")
 _HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
-_HEAD_SIZE_FIELDS = ("head_dim", "hidden_size_per_head", "kv_channels", "attention_head_dim", "d_head", "d_kv")
+HEAD_SIZE_FIELDS = ("head_dim", "hidden_size_per_head", "kv_channels", "attention_head_dim", "d_head", "d_kv")
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim")
 
 
@@ -131,7 +131,7 @@ class Fields:
     @property
     def head_dim(self) -> int:
         """Size of one head: as declared, else the width over the heads."""
-        for name in [name for name in _HEAD_SIZE_FIELDS if name in self._config] or _HEAD_SIZE_FIELDS:
+        for name in [name for name in HEAD_SIZE_FIELDS if name in self._config] or HEAD_SIZE_FIELDS:
             if self.get(name):
                 return self.whole(name)
         if self.hidden_size % self.num_attention_heads:

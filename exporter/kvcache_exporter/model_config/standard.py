@@ -16,13 +16,16 @@ _STATED = (
     ("num_attention_heads", "n_head", "n_heads"),
     ("hidden_size", "n_embd", "d_model", "head_dim"),
 )
-# Words in field names that stand for windows, latents, states, convolutions, compression, sharing, several kinds of layers.
+# Words in field names that stand for windows, latents, states, convolutions, compression, sharing, several kinds of layers,
+# layers run twice, and the encoders of BERT's family.
 _HINTS = re.compile(
     r"window|sliding|chunk|lora|latent|mamba|ssm|d_state|state_size|conv|linear_|delta|recurren|rwkv|compress|sparse|index_|kv_shar"
-    r"|share|source_layer|cross_|layer_types|block_type|pattern|block_configs|attn_type|attention_type|kv_cache|cla_|memory|encoder"
+    r"|share|source_layer|cross_|layer_types|block_type|pattern|block_configs|attn_type|attention_type|kv_cache|cla_|memory|encoder|loop_|type_vocab"
 )
 # Fields that match and mean nothing for the cache.
-_HARMLESS = re.compile(r"expert|hidden_states|chunk_size_feed_forward|no_rope|cross_entropy|sharding")
+_HARMLESS = re.compile(
+    r"expert|hidden_states|chunk_size_feed_forward|no_rope|cross_entropy|sharding|decoder_sparse_step|max_window_layers|mlp_layer_types"
+)
 
 
 def speaks_against(architectures: object, text: Mapping[str, Any]) -> str | None:

@@ -43,11 +43,13 @@ def jamba_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     return tuple((attention,) if index % period == offset else (mamba,) for index in range(fields.num_hidden_layers))
 
 
-def _bamba_mixer(fields: Fields) -> Mamba2Layer:
+def _bamba_mixer(fields: Fields, d_inner: int | None = None) -> Mamba2Layer:
+    d_inner = d_inner or fields.whole("mamba_expand", default=2) * fields.hidden_size
+    num_heads = fields.whole("mamba_n_heads")
     return Mamba2Layer(
-        d_inner=fields.whole("mamba_expand", default=2) * fields.hidden_size,
-        num_heads=fields.whole("mamba_n_heads"),
-        head_dim=fields.whole("mamba_d_head"),
+        d_inner=d_inner,
+        num_heads=num_heads,
+        head_dim=d_inner // num_heads if fields.get("mamba_d_head", "auto") == "auto" else fields.whole("mamba_d_head"),
         d_state=fields.whole("mamba_d_state"),
         n_groups=fields.whole("mamba_n_groups", default=1),
         d_conv=fields.whole("mamba_d_conv", default=4),
@@ -62,22 +64,20 @@ def bamba_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 
 def granite_hybrid_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """Granite 4 H: Mamba-2 and attention by `layer_types`."""
+    """Granite 4 H: Mamba-2 and attention by `layer_types`, under the names of older and newer files; Mamba-2 alone without."""
     attention: DecoderLayer = (_attention(fields),)
-    return _by_name(fields, "layer_types", {"mamba": (_bamba_mixer(fields),), "attention": attention})
+    mamba: DecoderLayer = (_bamba_mixer(fields),)
+    kinds = {"mamba": mamba, "linear_attention": mamba, "attention": attention, "full_attention": attention}
+    for name in ("layer_types", "layers_block_type"):
+        if fields.get(name) is not None:
+            return _by_name(fields, name, kinds)
+    return (mamba,) * fields.num_hidden_layers
 
 
 def falcon_h1_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Falcon-H1: both in every layer, side by side."""
-    mamba = Mamba2Layer(
-        d_inner=fields.whole("mamba_d_ssm", default=fields.whole("mamba_expand", default=2) * fields.hidden_size),
-        num_heads=fields.whole("mamba_n_heads"),
-        head_dim=fields.whole("mamba_d_head"),
-        d_state=fields.whole("mamba_d_state"),
-        n_groups=fields.whole("mamba_n_groups", default=1),
-        d_conv=fields.whole("mamba_d_conv", default=4),
-    )
-    return ((mamba, _attention(fields)),) * fields.num_hidden_layers
+    d_ssm = fields.whole("mamba_d_ssm", default=fields.whole("mamba_expand", default=2) * fields.hidden_size)
+    return ((_bamba_mixer(fields, d_ssm), _attention(fields)),) * fields.num_hidden_layers
 
 
 def zamba2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
@@ -86,14 +86,14 @@ def zamba2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     mamba = Mamba2Layer(
         d_inner=d_inner,
         num_heads=fields.whole("n_mamba_heads"),
-        head_dim=fields.whole("mamba_headdim", default=d_inner // fields.whole("n_mamba_heads")),
+        head_dim=d_inner // fields.whole("n_mamba_heads"),
         d_state=fields.whole("mamba_d_state"),
         n_groups=fields.whole("mamba_ngroups", default=1),
         d_conv=fields.whole("mamba_d_conv", default=4),
     )
     # Its attention reads the embedding beside the hidden state, so it is twice as wide.
     head_dim = fields.whole("attention_head_dim", default=2 * fields.hidden_size // fields.num_attention_heads)
-    attention = AttentionLayer(fields.num_key_value_heads, head_dim, head_dim)
+    attention = AttentionLayer(fields.num_attention_heads, head_dim, head_dim)
     if fields.get("layers_block_type") is None:
         hybrid = set(fields.entries("hybrid_layer_ids") or ())
         return tuple((attention, mamba) if index in hybrid else (mamba,) for index in range(fields.num_hidden_layers))
@@ -113,7 +113,8 @@ def nemotron_h_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
         n_groups=fields.whole("n_groups"),
         d_conv=fields.whole("conv_kernel"),
     )
-    attention: DecoderLayer = (_attention(fields),)
+    attention_head_dim = fields.whole("head_dim")
+    attention: DecoderLayer = (AttentionLayer(fields.num_key_value_heads, attention_head_dim, attention_head_dim),)
     if fields.get("hybrid_override_pattern") is None:
         return _by_name(fields, "layers_block_type", {"mamba": (mamba,), "attention": attention, "mlp": (), "moe": ()})
     return _by_name(fields, "hybrid_override_pattern", {"M": (mamba,), "*": attention, "-": (), "E": ()})
@@ -149,13 +150,14 @@ def kimi_linear_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 
 def short_conv_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """LFM2: short convolutions and attention by `layer_types`, else attention in `full_attn_idxs`."""
+    """LFM2: short convolutions and attention by `layer_types`, else attention in `full_attn_idxs`, by default everywhere."""
     conv: DecoderLayer = (ShortConvLayer(fields.whole("conv_dim", default=fields.hidden_size), fields.whole("conv_L_cache")),)
     full: DecoderLayer = (_attention(fields),)
     if fields.get("layer_types") is not None:
         return _by_name(fields, "layer_types", {"conv": conv, "full_attention": full})
-    indices = set(fields.entries("full_attn_idxs") or ())
-    return tuple(full if index in indices else conv for index in range(fields.num_hidden_layers))
+    count = fields.num_hidden_layers
+    indices = fields.entries("full_attn_idxs")
+    return tuple(full if indices is None or index in indices else conv for index in range(count))
 
 
 def minimax_text_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
