@@ -746,6 +746,11 @@ UNSTATED = "its bytes are not stated, figures in blocks go on"
             "GraniteMoeHybridForCausalLM: layer_types = ['conv'] is not a kind of layer that this reader knows",
         ),
         ("MiniMaxText01ForCausalLM", {}, "MiniMaxText01ForCausalLM: attn_type_list = None is missing"),
+        (
+            "Zamba2ForCausalLM",
+            {"n_mamba_heads": 8, "mamba_d_state": 64},
+            "Zamba2ForCausalLM: layers_block_type = None is missing",
+        ),
         ("MiMoV2FlashForCausalLM", {}, "MiMoV2FlashForCausalLM: hybrid_layer_pattern = None is missing"),
         ("DeciLMForCausalLM", {}, "DeciLMForCausalLM: block_configs = None is missing"),
         (

@@ -95,7 +95,9 @@ def zamba2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     head_dim = fields.whole("attention_head_dim", default=2 * fields.hidden_size // fields.num_attention_heads)
     attention = AttentionLayer(fields.num_attention_heads, head_dim, head_dim)
     if fields.get("layers_block_type") is None:
-        hybrid = set(fields.entries("hybrid_layer_ids") or ())
+        hybrid = fields.entries("hybrid_layer_ids")
+        if hybrid is None:
+            raise fields.refuse("layers_block_type", None, "is missing")
         return tuple((attention, mamba) if index in hybrid else (mamba,) for index in range(fields.num_hidden_layers))
     kinds: dict[str, DecoderLayer] = {"hybrid": (attention, mamba)}
     kinds |= dict.fromkeys(("mamba", "linear_attention"), (mamba,))
