@@ -769,6 +769,21 @@ UNSTATED = "its bytes are not stated, figures in blocks go on"
             "DeepseekV3ForCausalLM: config.json has no qk_rope_head_dim",
         ),
         (
+            "Lfm2ForCausalLM",
+            {"full_attn_idxs": "M*"},
+            "Lfm2ForCausalLM: full_attn_idxs = 'M*' is not a list of layer numbers",
+        ),
+        (
+            "Zamba2ForCausalLM",
+            {"n_mamba_heads": 8, "mamba_d_state": 64, "hidden_size": 2},
+            "Zamba2ForCausalLM: hidden_size = 2 is too narrow for its attention heads",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"num_hidden_layers": 10**30},
+            f"LlamaForCausalLM: num_hidden_layers = {10**30} is more layers than any model has",
+        ),
+        (
             "LlamaForCausalLM",
             {"num_key_value_heads": 0},
             "LlamaForCausalLM: num_key_value_heads = 0 is not a positive whole number",

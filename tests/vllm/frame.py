@@ -18,7 +18,7 @@ _LOG_SECONDS = 1.3
 
 @dataclass(frozen=True)
 class Frame:
-    """One moment: both pages, the lines that the engine logged meanwhile, and the last step that it logged before.
+    """One moment: both pages, the lines that the engine logged meanwhile, and the last two steps that it logged before.
 
     `kept_tokens` are those of each request in the cache, as far as its client can tell.
     """
@@ -26,7 +26,7 @@ class Frame:
     engine: EngineSays
     exporter: ExporterSays
     logged: Sequence[LoggedStats]
-    last_step: LoggedStep | None
+    last_steps: Sequence[LoggedStep]
     kept_tokens: Sequence[int]
 
     @property
@@ -49,11 +49,11 @@ def still_frame(engine: Engine, exporter: Exporter, load: Load | None = None) ->
         time.sleep(max(0.0, at + _LOG_SECONDS - time.time()))
         after = engine.page()
         logged = engine.stats_since(at)
-        last_step = next(reversed(engine.steps_since(0)), None)
+        last_steps = engine.steps_since(0)[-2:]
         kept_tokens = [] if load is None else load.kept_tokens()
     if _values(before) != _values(after):
         raise RuntimeError("the engine went on although it was held still")
-    return Frame(EngineSays(after, engine.model), exported, logged, last_step, kept_tokens)
+    return Frame(EngineSays(after, engine.model), exported, logged, last_steps, kept_tokens)
 
 
 def _values(page: Page) -> list[tuple[str, float]]:

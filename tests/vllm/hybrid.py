@@ -146,8 +146,14 @@ def _frame_row(engine: Engine, frame: Frame, held: dict[int, int]) -> tuple[bool
 def _is_settled(frame: Frame) -> bool:
     """Whether the running requests are those that clients have tokens of, so that it is known what each keeps.
 
-    Not so after a step that read a prompt (its windows are trimmed in the next one), that ended a request, or while a preempted
-    one waits.
+    Not so after a step that read a prompt (its windows are trimmed in the next one) or ended a request, while a preempted one
+    waits, or when the page is of another step than the log's last line.
     """
-    step = frame.last_step
-    return step is not None and not step.reading and step.generating == frame.engine.running == len(frame.kept_tokens) > 0
+    if len(frame.last_steps) < 2:
+        return False
+    shown_percent = frame.exporter.as_logged[0]
+    return (
+        not any(step.reading for step in frame.last_steps)
+        and frame.last_steps[-1].usage_percent == shown_percent
+        and frame.last_steps[-1].generating == frame.engine.running == len(frame.kept_tokens) > 0
+    )

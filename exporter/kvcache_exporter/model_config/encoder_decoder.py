@@ -17,6 +17,6 @@ def whisper_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 def mllama_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Llama 3.2 Vision: cross-attention to the image instead of self-attention in `cross_attention_layers`."""
-    cross = set(fields.entries("cross_attention_layers") or ())
+    cross = fields.indices("cross_attention_layers") or frozenset()
     layer = CrossAttentionLayer(fields.num_key_value_heads, fields.head_dim)
     return tuple((layer,) if index in cross else own for index, own in enumerate(attention_decoder(fields)))

@@ -12,6 +12,7 @@ from kvcache_exporter.errors import UnsupportedModelError
 # KV heads, in the order in which vLLM looks for them (`transformers_utils/model_arch_config_convertor.py`).
 _KV_HEAD_FIELDS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 _LAYER_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_transformer_layers")
+_MOST_LAYERS = 10_000
 _HEAD_FIELDS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
 HEAD_SIZE_FIELDS = ("head_dim", "hidden_size_per_head", "kv_channels", "attention_head_dim", "d_head", "d_kv")
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim")
@@ -81,14 +82,26 @@ class Fields:
             raise self.refuse(name, value, "is not a list" + ("" if length is None else f" of {length} entries"))
         return value
 
+    def indices(self, name: str) -> frozenset[int] | None:
+        """A list of layer numbers, None when missing. Raises UnsupportedModelError for anything else."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
+            raise self.refuse(name, value, "is not a list of layer numbers")
+        return frozenset(value)
+
     def refuse(self, name: str, value: object, why: str) -> UnsupportedModelError:
         """The refusal of a value."""
         return UnsupportedModelError(f"{self.architecture}: {name} = {value!r} {why}", field=name, value=value)
 
     @property
     def num_hidden_layers(self) -> int:
-        """Decoder layers."""
-        return self.whole(*_LAYER_FIELDS)
+        """Decoder layers. Raises UnsupportedModelError for more than any model has, which would not fit into memory here."""
+        layers = self.whole(*_LAYER_FIELDS)
+        if layers > _MOST_LAYERS:
+            raise self.refuse("num_hidden_layers", layers, "is more layers than any model has")
+        return layers
 
     @property
     def num_attention_heads(self) -> int:

@@ -59,7 +59,7 @@ def _bamba_mixer(fields: Fields, d_inner: int | None = None) -> Mamba2Layer:
 def bamba_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Bamba: Mamba-2, with attention in the layers that `attn_layer_indices` lists."""
     attention, mamba = _attention(fields), _bamba_mixer(fields)
-    full = set(fields.entries("attn_layer_indices") or ())
+    full = fields.indices("attn_layer_indices") or frozenset()
     return tuple((attention,) if index in full else (mamba,) for index in range(fields.num_hidden_layers))
 
 
@@ -93,9 +93,11 @@ def zamba2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     )
     # Its attention reads the embedding beside the hidden state, so it is twice as wide.
     head_dim = fields.whole("attention_head_dim", default=2 * fields.hidden_size // fields.num_attention_heads)
+    if not head_dim:
+        raise fields.refuse("hidden_size", fields.hidden_size, "is too narrow for its attention heads")
     attention = AttentionLayer(fields.num_attention_heads, head_dim, head_dim)
     if fields.get("layers_block_type") is None:
-        hybrid = fields.entries("hybrid_layer_ids")
+        hybrid = fields.indices("hybrid_layer_ids")
         if hybrid is None:
             raise fields.refuse("layers_block_type", None, "is missing")
         return tuple((attention, mamba) if index in hybrid else (mamba,) for index in range(fields.num_hidden_layers))
@@ -144,7 +146,7 @@ def kimi_linear_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Kimi-Linear and Kimi-K3: delta attention in `kda_layers` (counted from 1), a latent in the others."""
     config = fields.mapping("linear_attn_config")
     linear = KimiDeltaAttentionLayer(config.whole("num_heads"), config.whole("head_dim"), config.whole("short_conv_kernel_size"))
-    kda = {index for index in config.entries("kda_layers") or () if isinstance(index, int)}
+    kda = config.indices("kda_layers")
     if not kda:
         raise fields.refuse("linear_attn_config", "without kda_layers", "does not tell which layers are linear")
     latent = mla_layer(fields)
@@ -158,7 +160,7 @@ def short_conv_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     if fields.get("layer_types") is not None:
         return _by_name(fields, "layer_types", {"conv": conv, "full_attention": full})
     count = fields.num_hidden_layers
-    indices = fields.entries("full_attn_idxs")
+    indices = fields.indices("full_attn_idxs")
     return tuple(full if indices is None or index in indices else conv for index in range(count))
 
 
