@@ -19,10 +19,9 @@ from kvcache_exporter.model_config.layers import (
     AttentionLayer,
     CacheLayer,
     CompressedLatentLayer,
-    CrossAttentionLayer,
     MLALayer,
-    SlidingLatentLayer,
     SparseIndexerLayer,
+    StateLayer,
 )
 
 LayerT = TypeVar("LayerT")
@@ -35,15 +34,6 @@ _LARGEST_COMMON_HEAD = 256
 _LATENT_HYBRID_BLOCK_SIZE = 128
 # The block of tokens of DeepSeek-V4 is fixed.
 _PACKED_BLOCK_SIZE = 256
-
-_NOT_STATES = (
-    AttentionLayer,
-    CrossAttentionLayer,
-    MLALayer,
-    SparseIndexerLayer,
-    CompressedLatentLayer,
-    SlidingLatentLayer,
-)
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ def _base_block_size(model: ModelConfig, engine: EngineConfig, cache_dtype: str)
 
 def _aligned_to_states(cache: ResolvedCache, model: ModelConfig, engine: EngineConfig) -> ResolvedCache:
     """Hybrids: raise the block size until a page of attention is no smaller than a state, and pad the state to that page."""
-    states = [state_bytes_of_rank(layer, model, engine) for layer in _layers(model) if not isinstance(layer, _NOT_STATES)]
+    states = [state_bytes_of_rank(layer, model, engine) for layer in _layers(model) if isinstance(layer, StateLayer)]
     token_bytes = _attention_token_bytes(cache, model, engine)
     if not states or token_bytes is None:
         return cache

@@ -38,16 +38,12 @@ def _last_attention_layer(reader: Callable[[Fields], tuple[DecoderLayer, ...]]) 
     return lambda fields: next(layer for layer in reversed(reader(fields)) if layer)
 
 
-def _plain(*model_types: str) -> Architecture:
-    return Architecture(attention.attention_decoder, model_types)
+def _plain(*model_types: str, derives_head_dim: bool = False) -> Architecture:
+    return Architecture(attention.attention_decoder, model_types, derives_head_dim=derives_head_dim)
 
 
 def _uniform(*model_types: str, derives_head_dim: bool = False) -> Architecture:
     return Architecture(attention.uniform_decoder, model_types, derives_head_dim=derives_head_dim)
-
-
-def _derived(*model_types: str) -> Architecture:
-    return Architecture(attention.attention_decoder, model_types, derives_head_dim=True)
 
 
 def _switched(*model_types: str, derives_head_dim: bool = False) -> Architecture:
@@ -73,7 +69,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ArceeForCausalLM": _plain("arcee"),
     "BaiChuanForCausalLM": _plain(),
     "BaichuanForCausalLM": _plain("baichuan"),
-    "BloomForCausalLM": _derived("bloom"),
+    "BloomForCausalLM": _plain("bloom", derives_head_dim=True),
     "ChatGLMForConditionalGeneration": Architecture(attention.chatglm_decoder, derives_head_dim=True),
     "ChatGLMModel": Architecture(attention.chatglm_decoder, ("chatglm",), derives_head_dim=True),
     "CohereForCausalLM": _uniform("cohere"),
@@ -82,9 +78,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Ernie4_5_MoeForCausalLM": _uniform("ernie4_5_moe"),
     "ExaoneForCausalLM": _uniform("exaone"),
     "Exaone4ForCausalLM": Architecture(attention.exaone4_decoder, ("exaone4",)),
-    "GPT2LMHeadModel": _derived("gpt2"),
+    "GPT2LMHeadModel": _plain("gpt2", derives_head_dim=True),
     "GPTBigCodeForCausalLM": _plain("gpt_bigcode"),
-    "GPTJForCausalLM": _derived("gptj"),
+    "GPTJForCausalLM": _plain("gptj", derives_head_dim=True),
     "GPTNeoXForCausalLM": _plain("gpt_neox"),
     "GemmaForCausalLM": _uniform("gemma"),
     "Glm4ForCausalLM": _uniform("glm4"),
@@ -95,13 +91,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Glm4vMoeForConditionalGeneration": _uniform("glm4v_moe", "glm4v_moe_text"),
     "GlmForCausalLM": _plain("glm"),
     "GraniteForCausalLM": _plain("granite"),
-    "GraniteMoeForCausalLM": _derived("granitemoe"),
+    "GraniteMoeForCausalLM": _plain("granitemoe", derives_head_dim=True),
     "HunYuanDenseV1ForCausalLM": _plain("hunyuan_v1_dense"),
     "HunYuanMoEV1ForCausalLM": _plain("hunyuan_v1_moe"),
     "InternLM2ForCausalLM": _uniform("internlm2", derives_head_dim=True),
     "InternLM3ForCausalLM": _plain("internlm3"),
     "InternLMForCausalLM": _plain("internlm"),
-    "LlamaForCausalLM": Architecture(attention.attention_decoder, ("llama",)),
+    "LlamaForCausalLM": _plain("llama"),
     "MiniMaxM2ForCausalLM": _uniform("minimax_m2"),
     "Ministral3ForCausalLM": _plain("ministral3"),
     "MixtralForCausalLM": _uniform("mixtral"),
@@ -122,7 +118,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "SolarForCausalLM": _uniform("solar"),
     "StableLmForCausalLM": _uniform("stablelm", derives_head_dim=True),
     "Starcoder2ForCausalLM": _plain("starcoder2"),
-    "MistralForCausalLM": Architecture(attention.mistral_decoder, ("mistral",)),
+    "MistralForCausalLM": _plain("mistral"),
     # the window is off unless the switch is on
     "Qwen2ForCausalLM": _switched("qwen2", derives_head_dim=True),
     "Qwen2MoeForCausalLM": Architecture(attention.qwen2_moe_decoder, ("qwen2_moe",), derives_head_dim=True),
@@ -155,7 +151,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Llama4ForConditionalGeneration": Architecture(attention.llama4_decoder, ("llama4",)),
     "MiMoV2FlashForCausalLM": Architecture(attention.mimo_v2_decoder, ("mimo_v2_flash",)),
     # latents
-    "DeepseekForCausalLM": _derived("deepseek"),
+    "DeepseekForCausalLM": _plain("deepseek", derives_head_dim=True),
     "DeepseekV2ForCausalLM": _latent("deepseek_v2"),
     "DeepseekV3ForCausalLM": _latent("deepseek_v3", "kimi_k2"),
     "DeepseekV32ForCausalLM": _latent("deepseek_v32"),

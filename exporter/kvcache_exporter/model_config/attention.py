@@ -20,11 +20,18 @@ def attention_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 def uniform_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Classes that give no layer a window of its own: all layers slide, or none where `layer_types` mixes kinds."""
-    return attention_layers(fields, _uniform(layer_types(fields)))
+    types = layer_types(fields)
+    return attention_layers(fields, types) if len(set(types)) == 1 else full_decoder(fields)
 
 
-def _uniform(types: tuple[str, ...]) -> tuple[str, ...]:
-    return types if len(set(types)) == 1 else (FULL,) * len(types)
+def full_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
+    """Every layer attends to all tokens, whatever the file says of windows."""
+    return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+
+
+def _alike(fields: Fields, num_kv_heads: int) -> tuple[DecoderLayer, ...]:
+    """The same layer of full attention everywhere, with that many KV heads."""
+    return ((AttentionLayer(num_kv_heads, fields.head_dim, fields.head_dim),),) * fields.num_hidden_layers
 
 
 def attention_layers(fields: Fields, types: Sequence[str], *, num_kv_shared_layers: int = 0) -> tuple[DecoderLayer, ...]:
@@ -75,11 +82,11 @@ def layer_types(fields: Fields, *, pattern: int | str | None = None) -> tuple[st
 
 def switched_window_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Qwen2 and its kin: a window is off unless `use_sliding_window` is true; then layers from `max_window_layers` on slide."""
-    count = fields.num_hidden_layers
-    if not fields.get("use_sliding_window", False) or not fields.get("sliding_window"):
-        return attention_layers(fields, (FULL,) * count)
+    if not fields.get("use_sliding_window") or not fields.get("sliding_window"):
+        return full_decoder(fields)
     if fields.get("layer_types") is not None:
         return attention_decoder(fields)
+    count = fields.num_hidden_layers
     full = min(count, fields.count("max_window_layers", count))
     return attention_layers(fields, (FULL,) * full + (SLIDING,) * (count - full))
 
@@ -87,31 +94,30 @@ def switched_window_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 def qwen2_moe_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Qwen2-MoE: `max_window_layers` mixes kinds in Hugging Face's config, and vLLM's class then lets none slide."""
     if not fields.get("use_sliding_window") or fields.get("layer_types") is None:
-        return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+        return full_decoder(fields)
     return uniform_decoder(fields)
 
 
 def qwen3_moe_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Qwen3-MoE: the switch lets all layers slide; there are no `max_window_layers`."""
     if not fields.get("use_sliding_window"):
-        return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+        return full_decoder(fields)
     return uniform_decoder(fields)
 
 
 def qwen3_vl_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """Qwen3-VL: a window that is stated holds in all layers, unless it is switched off outright."""
     if not fields.get("use_sliding_window", True):
-        return attention_layers(fields, (FULL,) * fields.num_hidden_layers)
+        return full_decoder(fields)
     return uniform_decoder(fields)
 
 
 def smollm3_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """SmolLM3: `layer_types`, else with the switch the layers without rotary positions slide (by default every 4th)."""
-    count = fields.num_hidden_layers
     if fields.get("layer_types") is not None:
         return attention_decoder(fields)
     if not fields.get("use_sliding_window") or not fields.get("sliding_window"):
-        return attention_layers(fields, (FULL,) * count)
+        return full_decoder(fields)
     return attention_layers(fields, tuple(FULL if rope else SLIDING for rope in _ropes(fields)))
 
 
@@ -132,23 +138,14 @@ def falcon_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
         kv_heads = fields.whole("num_kv_heads", default=heads)
     else:
         kv_heads = 1 if fields.get("multi_query") else heads
-    return ((AttentionLayer(kv_heads, fields.head_dim, fields.head_dim),),) * fields.num_hidden_layers
+    return _alike(fields, kv_heads)
 
 
 def chatglm_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """ChatGLM: groups of queries share a KV head where the switch is on."""
     heads = fields.num_attention_heads
     kv_heads = fields.whole("multi_query_group_num", default=heads) if fields.get("multi_query_attention", True) else heads
-    return ((AttentionLayer(kv_heads, fields.head_dim, fields.head_dim),),) * fields.num_hidden_layers
-
-
-def mistral_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
-    """Mistral: Hugging Face's default is a window of 4096 where the file has no such field; null means none."""
-    types = layer_types(fields)
-    if not fields.has("sliding_window") and fields.get("layer_types") is None:
-        layer = AttentionLayer(fields.num_key_value_heads, fields.head_dim, fields.head_dim, sliding_window=4096)
-        return ((layer,),) * len(types)
-    return attention_layers(fields, types)
+    return _alike(fields, kv_heads)
 
 
 def alternating_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
@@ -199,10 +196,10 @@ def cohere2_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 
 def gpt_oss_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """gpt-oss: vLLM's class lets every even layer slide, whatever `layer_types` mixes."""
-    count = fields.num_hidden_layers
-    if not fields.get("sliding_window") or set(layer_types(fields)) == {SLIDING} == set(fields.entries("layer_types") or ()):
-        return attention_decoder(fields)
-    return attention_layers(fields, tuple(FULL if index % 2 else SLIDING for index in range(count)))
+    types = layer_types(fields, pattern=2)
+    if fields.get("sliding_window") and set(types) != {SLIDING}:
+        types = tuple(FULL if index % 2 else SLIDING for index in range(len(types)))
+    return attention_layers(fields, types)
 
 
 def gemma4_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
@@ -279,5 +276,4 @@ def block_configs_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
 def attn_config_decoder(fields: Fields) -> tuple[DecoderLayer, ...]:
     """MPT and DBRX: the number of KV heads stands in `attn_config`."""
     kv_heads = fields.mapping("attn_config").whole("kv_n_heads", default=fields.num_attention_heads)
-    layer = AttentionLayer(kv_heads, fields.head_dim, fields.head_dim)
-    return ((layer,),) * fields.num_hidden_layers
+    return _alike(fields, kv_heads)

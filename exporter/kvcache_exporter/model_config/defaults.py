@@ -168,6 +168,7 @@ _DESIGN: Mapping[str, Mapping[str, Any]] = {
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
     "mimo_v2_flash": {"sliding_window": 128, "v_head_dim": 128},
+    "mistral": {"sliding_window": 4096},
     "nemotron_h": {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
     "olmo3": {"sliding_window": 4096},
     "qwen3_5": _GATED_DELTA_NET,
