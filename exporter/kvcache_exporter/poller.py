@@ -9,12 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.errors import SourceError
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.job import Job
+from kvcache_exporter.kv_cache_spec import kv_cache_layout
 from kvcache_exporter.readings import NvmlReading, PageReading
 from kvcache_exporter.snapshot import Snapshot, TargetSnapshot
 from kvcache_exporter.sources.http import HttpClient, HttpOptions
@@ -25,6 +27,7 @@ from kvcache_exporter.target import (
     SOURCE_PAGE,
     Facts,
     FactsReading,
+    LayoutOf,
     has_restarted,
     read_facts,
     target_snapshot,
@@ -157,6 +160,8 @@ class _TargetState:
         self._read_at = 0.0
         self._skip_page = False
         self._timed_out = False
+        # The same at every tick while a server runs, and of all its data-parallel ranks.
+        self._layout_of: LayoutOf = lru_cache(maxsize=1)(kv_cache_layout)
         self._facts_job: Job[FactsReading] = Job(
             f"facts {target.name}", lambda: read_facts(self._target, facts_client, self._facts)
         )
@@ -208,7 +213,9 @@ class _TargetState:
             self._finish_facts(now, deadline, health)
         if self._page is None:
             return TargetSnapshot(name=self._target.name, url=self._target.url)
-        snapshot, refusal = target_snapshot(self._target, self._page, self._read_at, self._facts, self._config.request_lengths)
+        snapshot, refusal = target_snapshot(
+            self._target, self._page, self._read_at, self._facts, self._config.request_lengths, self._layout_of
+        )
         if refusal is not None:
             health.failure(self._target.name, SOURCE_MODEL_CONFIG, refusal, duration_seconds=0.0)
         return snapshot

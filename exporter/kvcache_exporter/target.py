@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.config import TargetConfig
@@ -28,6 +28,10 @@ SOURCE_PAGE = "vllm"
 SOURCE_MODELS = "vllm_models"
 SOURCE_VERSION = "vllm_version"
 SOURCE_MODEL_CONFIG = "model_config"
+
+
+LayoutOf: TypeAlias = Callable[[ModelConfig, EngineConfig], KVCacheLayout]
+"""Lays out the cache of a model on an engine, as kv_cache_layout does; raises UnsupportedModelError."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,12 @@ def _config_json(config: TargetConfig, root: str | None) -> Mapping[str, Any]:
 
 
 def target_snapshot(
-    config: TargetConfig, page: PageReading, read_at: float, facts: Facts, request_lengths: Sequence[int]
+    config: TargetConfig,
+    page: PageReading,
+    read_at: float,
+    facts: Facts,
+    request_lengths: Sequence[int],
+    layout_of: LayoutOf = kv_cache_layout,
 ) -> tuple[TargetSnapshot, UnsupportedModelError | None]:
     """What one page means, given the facts; and why no layout could be made, if so (blocks and counts go on without one)."""
     reported = None if facts.served is None else facts.served.max_model_len
@@ -89,7 +98,7 @@ def target_snapshot(
     for reading in page.engines:
         layout = None
         try:
-            layout = _layout(config, facts, reading, max_model_len)
+            layout = _layout(config, facts, reading, max_model_len, layout_of)
         except UnsupportedModelError as error:
             refusal = error
         engines.append(_engine_snapshot(config, reading, layout, facts, max_model_len, request_lengths))
@@ -107,7 +116,9 @@ def target_snapshot(
     return snapshot, refusal
 
 
-def _layout(config: TargetConfig, facts: Facts, reading: EngineReading, max_model_len: int | None) -> KVCacheLayout | None:
+def _layout(
+    config: TargetConfig, facts: Facts, reading: EngineReading, max_model_len: int | None, layout_of: LayoutOf
+) -> KVCacheLayout | None:
     if reading.block_size is None:
         return None
     engine = _engine_config(config, facts, reading, max_model_len)
@@ -115,7 +126,7 @@ def _layout(config: TargetConfig, facts: Facts, reading: EngineReading, max_mode
         return plain_layout(engine, reading.block_size, config.kv_cache_bytes_per_token)
     if facts.model is None:
         return None
-    layout = kv_cache_layout(facts.model, engine)
+    layout = layout_of(facts.model, engine)
     pages = {group.spec.page_size_bytes for group in layout.groups if group.spec.kind == MambaSpec.kind}
     padded = reading.mamba_page_size_padded
     if padded is not None and pages and padded not in pages:
