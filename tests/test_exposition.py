@@ -65,6 +65,7 @@ def test_garbage_is_samples_or_one_clear_error(body: bytes) -> None:
         (b'  a { x = "y" , } 1.5e3 1757000000000', Sample("a", {"x": "y"}, 1500)),
         (b'a{x="y"}1', Sample("a", {"x": "y"}, 1)),
         (b"a -Inf\r", Sample("a", {}, float("-inf"))),
+        (b'a{x="' + b"y" * 5000 + b'"} 1', Sample("a", {"x": "y" * 5000}, 1)),
         (b'a_bucket{le="1"} 3 # {trace_id="x"} 0.5 1.5', Sample("a_bucket", {"le": "1"}, 3)),
     ],
 )
@@ -81,4 +82,11 @@ def test_broken_lines(line: bytes) -> None:
 
 
 def test_only_wanted_names_are_read() -> None:
-    assert [sample.name for sample in samples(b"a 1\nab 2\nb 3", re.compile(rb"a|b"))] == ["a", "b"]
+    assert [sample.name for sample in samples(b"a 1\na 2\nab 3\nab 4\nb 5", re.compile(rb"a|b"))] == ["a", "a", "b"]
+
+
+def test_same_labels_are_read_once() -> None:
+    """Label sets come back at every poll; these would be most of its time."""
+    body = b'a{x="seen at every poll"} 1'
+    (first,), (second,) = read(body), read(body)
+    assert first.labels is second.labels

@@ -13,6 +13,24 @@ _NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Observations by size, in the unit of the field that holds them (tokens or seconds), since the engine started.
+
+    `bounds` are the finite upper bounds, rising, in that unit. `counts` has the observations at or below each bound, and all of
+    them last (+Inf), so it is one longer. `sum` is all observations added up, in that unit.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        """All observations."""
+        return self.counts[-1]
+
+
+@dataclass(frozen=True)
 class EngineReading:
     """One vLLM engine (one data-parallel rank) as its /metrics page describes it.
 
@@ -20,6 +38,11 @@ class EngineReading:
     `used_blocks` what they hold now. `kv_cache_size_tokens` and `kv_cache_max_concurrency` are the engine's own figures
     (vLLM 0.24 and later). `ambiguous` is set when the page held several different samples for this engine and the largest was
     taken. `awake` is None when the page does not tell (vLLM before 0.11).
+
+    Both histograms of tokens have one observation for each finished request; `request_success` counts these requests, however
+    they finished. `external_prefix_cache_*` is of the KV connector. `process_start_time_seconds` (Unix time) is of the API
+    server, so the same for all engines of a page, and unknown where it is several processes. The LoRA figures are known on
+    pages of one engine: `max_lora` adapters can run at once, `running_lora_adapters` do.
     """
 
     engine: str
@@ -46,13 +69,26 @@ class EngineReading:
     generation_tokens: int | None = None
     prefix_cache_queries_tokens: int | None = None
     prefix_cache_hits_tokens: int | None = None
+    external_prefix_cache_queries_tokens: int | None = None
+    external_prefix_cache_hits_tokens: int | None = None
+    request_success: int | None = None
+    request_prompt_tokens: Histogram | None = None
+    request_generation_tokens: Histogram | None = None
+    time_to_first_token_seconds: Histogram | None = None
+    inter_token_latency_seconds: Histogram | None = None
+    process_start_time_seconds: float | None = None
+    max_lora: int | None = None
+    running_lora_adapters: int | None = None
     awake: bool | None = None
     ambiguous: bool = False
 
 
 @dataclass(frozen=True)
 class PageReading:
-    """One /metrics page: its engines in order, and how many samples were dropped because their value cannot be true."""
+    """One /metrics page: its engines in order, and how many samples were dropped because their value cannot be true.
+
+    A histogram that cannot be true counts as one sample.
+    """
 
     engines: tuple[EngineReading, ...]
     invalid_samples: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvcache_exporter.errors import SourceError
@@ -24,9 +25,16 @@ _LABEL = re.compile(rb"[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*(" + _QUOTED +
 _ESCAPE = re.compile(rb"\\(.)")
 _ESCAPED = {b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 
+# Label sets come back on every page: about 50 an engine are wanted. Longer ones than any engine writes are not kept.
+_KEPT_LABEL_SETS = 2048
+_KEPT_BYTES = 2048
+
 
 class Sample(NamedTuple):
-    """One line: its full name (suffixes included), its labels unescaped, its value (NaN and infinities as Python floats)."""
+    """One line: its full name (suffixes included), its labels unescaped, its value (NaN and infinities as Python floats).
+
+    `labels` is shared with other lines that have the same ones.
+    """
 
     name: str
     labels: Mapping[str, str]
@@ -38,6 +46,7 @@ def samples(body: bytes, wanted: re.Pattern[bytes]) -> Iterator[Sample]:
 
     Raises SourceError (`parse`) at the first line that is no sample, wanted or not: half a page is no page.
     """
+    name_before, is_wanted = b"", False
     for number, line in enumerate(body.split(b"\n"), 1):
         if not line or line[:1] == b"#":
             continue
@@ -47,14 +56,18 @@ def samples(body: bytes, wanted: re.Pattern[bytes]) -> Iterator[Sample]:
                 raise _broken(number, line)
             continue
         name = match[1]
-        if wanted.fullmatch(name):
+        if name != name_before:
+            name_before, is_wanted = name, wanted.fullmatch(name) is not None
+        if is_wanted:
             try:
-                yield Sample(name.decode("ascii"), _labels(match[2] or b""), float(match[3]))
+                blob = match[2] or b""
+                labels = _labels(blob) if len(blob) <= _KEPT_BYTES else _parse_labels(blob)
+                yield Sample(name.decode("ascii"), labels, float(match[3]))
             except ValueError:
                 raise _broken(number, line) from None
 
 
-def _labels(blob: bytes) -> dict[str, str]:
+def _parse_labels(blob: bytes) -> Mapping[str, str]:
     """Labels between the braces; raises ValueError when they are not a comma-separated list of name="value"."""
     labels = {}
     position = 0
@@ -68,6 +81,9 @@ def _labels(blob: bytes) -> dict[str, str]:
         labels[match[1].decode("ascii")] = value.decode("utf-8", errors="replace")
         position = match.end()
     return labels
+
+
+_labels = lru_cache(_KEPT_LABEL_SETS)(_parse_labels)
 
 
 def _broken(number: int, line: bytes) -> SourceError:
