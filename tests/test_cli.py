@@ -138,6 +138,9 @@ def test_port_in_use_is_one_clear_line(upstream: Upstream) -> None:
         (("serve", "--vllm-url", "a:1"), "--vllm-url: 'a:1' is not an http or https address"),
         (("serve", "--vllm-url", "http://a:1", "--listen-address", "nowhere"), "'nowhere' is not host:port"),
         (("serve", "--config", "/no/such/file"), "/no/such/file: cannot be read"),
+        (("serve", "--vllm-url", "http://a:1", "--record", "a.json"), "a.json is not called *.jsonl.gz"),
+        (("replay", "a.jsonl.gz"), "give --engine FILE, --config FILE, or both"),
+        (("replay", "a.jsonl.gz", "--engine", "/no/such/file"), "/no/such/file: cannot be read"),
         (("demo", "--listen-address", "::1:80"), "an IPv6 address needs brackets"),
     ],
 )
@@ -167,7 +170,8 @@ def test_demo_in_a_pipe_is_a_line_now_and_then() -> None:
     assert len(lines) == 2
     for line in lines:
         assert re.fullmatch(
-            r"simulated t=\d+s usage=0\.\d+ running=\d+ waiting=\d+ preemptions=\d+ slots\[max\]=\d+/52 slots\[2048\]=\d+/211",
+            r"simulated t=\d+s usage=0\.\d+ running=\d+ waiting=\d+ preemptions=\d+ slots\[typical\]=\d+/\d+ "
+            r"slots\[p95\]=\d+/\d+ slots\[max\]=\d+/52 slots\[2048\]=\d+/211",
             line,
         )
 

@@ -18,7 +18,7 @@ from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import ServedModel
 from kvcache_exporter.snapshot import Snapshot
 from kvcache_exporter.sources.vllm import parse_metrics
-from kvcache_exporter.target import Facts, target_snapshot
+from kvcache_exporter.target import Facts, TargetHistory
 from lab import DATA, TINY_GEMMA3, TINY_LLAMA, capture
 
 CAPTURES = sorted(file.name.removesuffix(".prom.gz") for file in (DATA / "vllm").glob("*.prom.gz"))
@@ -32,7 +32,9 @@ def exposition(name: str) -> str:
         model = parse_model_config(TINY_GEMMA3 if "gemma3" in name else TINY_LLAMA)
         facts = Facts(ServedModel("tiny", 4096, "/models/tiny"), name.partition("_")[0], model)
     config = TargetConfig(name="engine", url="http://127.0.0.1:8000")
-    target, refusal = target_snapshot(config, parse_metrics(capture(name)), NOW, facts, (1024, 8192))
+    target, refusal = TargetHistory(config, request_lengths=(1024, 8192), window_seconds=300).observe(
+        parse_metrics(capture(name)), NOW, facts
+    )
     assert refusal is None
     registry = CollectorRegistry()
     snapshot = Snapshot(at=NOW, targets=(target,), health=())

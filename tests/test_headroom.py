@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.headroom import Headroom, headroom_of
 from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
+from kvcache_exporter.limits import AdmissionLimits
 from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import EngineReading
 from lab import LLAMA_8B
@@ -25,7 +26,8 @@ def reading(usable: int = 1000, used: int | None = 400, **fields: Any) -> Engine
 def headroom(engine: EngineReading, layout: KVCacheLayout | None = LAYOUT, **settings: Any) -> Headroom:
     capacity = capacity_of(engine, layout, settings.get("max_model_len"))
     assert capacity is not None
-    defaults: dict[str, Any] = {"max_model_len": None, "max_num_seqs": None, "request_lengths": ()}
+    limits = AdmissionLimits(max_num_seqs=settings.pop("max_num_seqs", None))
+    defaults: dict[str, Any] = {"max_model_len": None, "limits": limits, "request_lengths": ()}
     return headroom_of(engine, capacity, layout, **{**defaults, **settings})
 
 
@@ -99,12 +101,15 @@ def test_nothing_is_left_while_one_waits_for_blocks(queue: dict[str, Any]) -> No
     assert slots(result) == {"max": (1, 0), "16": (32, 0)}
 
 
-@pytest.mark.parametrize("queue", [{"num_requests_waiting": 1}, CAPACITY_1])
-def test_a_waiting_request_is_served_first(queue: dict[str, Any]) -> None:
-    """One that waits although there is room for it (the step's token budget was spent) takes its room at full length, no more."""
+@pytest.mark.parametrize(("queue", "seats"), [({"num_requests_waiting": 1}, 27), (CAPACITY_1, 25)])
+def test_a_waiting_request_is_served_first(queue: dict[str, Any], seats: int) -> None:
+    """One that waits although there is room for it (the step's token budget was spent) takes its room at full length, no more.
+
+    Deferred ones hold seats too.
+    """
     engine = reading(num_requests_running=4, **queue)
     result = headroom(engine, max_model_len=1600, max_num_seqs=32, request_lengths=(800, 16))
-    assert slots(result) == {"max": (10, 5), "800": (20, 10), "16": (32, 27)}
+    assert slots(result) == {"max": (10, 5), "800": (20, 10), "16": (32, seats)}
 
 
 def test_queue_of_unknown_cost_leaves_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The command line: serve, demo, plan, check-config.
+"""The command line: serve, demo, plan, replay, check-config.
 
 What is only needed to run is imported by the command that runs it, so that `--help` and offline commands start at once.
 """
@@ -14,9 +14,11 @@ import click
 
 from kvcache_exporter import __version__
 from kvcache_exporter.cli_plan import plan
+from kvcache_exporter.cli_replay import replay
 from kvcache_exporter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvcache_exporter.capture import Recorder
     from kvcache_exporter.config import Config, ListenAddress
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -41,10 +43,23 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="config.json of the engine's model, its directory, or a Hugging Face cache. With --vllm-url only.",
 )
+@click.option(
+    "--record",
+    "record_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Keep every page that is polled in this file, *.jsonl.gz, for `replay`; one that is there is carried on. An engine that "
+    "is polled every 5 s takes about 4 MB an hour.",
+)
 @_listen_address
 @_log_level
 def serve(
-    config_path: Path | None, vllm_url: str | None, model_config: Path | None, listen_address: str | None, log_level: str
+    config_path: Path | None,
+    vllm_url: str | None,
+    model_config: Path | None,
+    record_path: Path | None,
+    listen_address: str | None,
+    log_level: str,
 ) -> None:
     """Poll engines and GPUs, and serve what they say to Prometheus."""
     from kvcache_exporter.config import Config, load_config, target_for_url
@@ -66,10 +81,12 @@ def serve(
     except ConfigError as error:
         _refuse(error)
     config = _listen(config, listen_address)
-    sys.exit(run(config, gpus=NvmlSource() if config.nvml else None))
+    recorder = None if record_path is None else _recorder(record_path)
+    sys.exit(run(config, gpus=NvmlSource() if config.nvml else None, recorder=recorder))
 
 
 main.add_command(plan)
+main.add_command(replay)
 
 
 @main.command("check-config")
@@ -111,6 +128,17 @@ def _address(listen_address: str | None) -> ListenAddress:
         return parse_listen_address(listen_address)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--listen-address") from error
+
+
+def _recorder(path: Path) -> Recorder:
+    from kvcache_exporter.capture import Recorder
+
+    try:
+        return Recorder(path)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--record") from error
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be written: {error.strerror or error}", param_hint="--record") from error
 
 
 def _refuse(error: ConfigError) -> None:

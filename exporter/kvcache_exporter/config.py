@@ -35,8 +35,9 @@ class TargetConfig:
     """One vLLM server and what its pages do not tell about it.
 
     `model_config` is a path (file, directory, Hugging Face cache) or the content of config.json itself; None means the `root`
-    that the engine reports, where that path exists here. `max_model_len` (tokens) and `max_num_seqs` are the engine's flags;
-    None: not given. `kv_cache_bytes_per_token` (over all ranks)
+    that the engine reports, where that path exists here. `max_model_len` (tokens), `max_num_seqs` and `max_num_active_seqs` are
+    the engine's flags; None: not given. `watermark` is the share of blocks that the engine keeps free on admission.
+    `kv_cache_bytes_per_token` (over all ranks)
     stands in for a model whose layout is not known, as if all its layers were full attention.
     """
 
@@ -50,6 +51,8 @@ class TargetConfig:
     num_speculative_tokens: int | None = None
     kv_cache_bytes_per_token: int | None = None
     max_num_seqs: int | None = None
+    max_num_active_seqs: int | None = None
+    watermark: float = 0.0
     max_model_len: int | None = None
     dtype: str = "auto"
     bearer_token_file: Path | None = None
@@ -58,7 +61,11 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. `request_lengths` are tokens (prompt and output) for which slots are shown besides max_model_len."""
+    """All settings.
+
+    `request_lengths` are tokens (prompt and output) for which slots are shown besides max_model_len, `window_seconds` is how far
+    back the requests are looked at that tell what a typical one is.
+    """
 
     targets: tuple[TargetConfig, ...]
     listen_address: ListenAddress = field(default_factory=ListenAddress)
@@ -66,6 +73,7 @@ class Config:
     poll_timeout_seconds: float = 2.0
     max_body_bytes: int = 32 * 1024 * 1024
     request_lengths: tuple[int, ...] = ()
+    window_seconds: float = 300.0
     nvml: bool = True
 
 
@@ -98,6 +106,7 @@ def parse_config(text: str, path: Path) -> Config:
         poll_timeout_seconds=top.take("poll_timeout_seconds", _seconds(at_least=0.1), 2.0),
         max_body_bytes=top.take("max_body_bytes", _positive_int, Config.max_body_bytes),
         request_lengths=top.take("request_lengths", _lengths, ()),
+        window_seconds=top.take("window_seconds", _seconds(at_least=10.0), Config.window_seconds),
         nvml=top.take("nvml", _boolean, True),
     )
     if config.poll_timeout_seconds >= config.poll_interval_seconds:
@@ -228,6 +237,8 @@ def _target(section: _Section) -> TargetConfig | None:
         num_speculative_tokens=section.take("num_speculative_tokens", _positive_int, None),
         kv_cache_bytes_per_token=section.take("kv_cache_bytes_per_token", _positive_int, None),
         max_num_seqs=section.take("max_num_seqs", _positive_int, None),
+        max_num_active_seqs=section.take("max_num_active_seqs", _positive_int, None),
+        watermark=section.take("watermark", _share, 0.0),
         max_model_len=section.take("max_model_len", _positive_int, None),
         dtype=section.take("dtype", _dtype, "auto"),
         bearer_token_file=section.take("bearer_token_file", lambda value: _path(value, folder), None),
@@ -283,6 +294,12 @@ def _positive_int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{value!r} is not a positive whole number")
     return value
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{value!r} is not a share of at least 0 and below 1, such as 0.01")
+    return float(value)
 
 
 def _lengths(value: object) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvcache_exporter import __version__
 from kvcache_exporter.capacity import REPORTED
+from kvcache_exporter.engine_state import STATES
+from kvcache_exporter.limits import LIMITS
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
 
 Labelled = tuple[tuple[str, ...], float | None]
@@ -57,6 +59,19 @@ def _slots(name: str, documentation: str, read: Callable[..., float | None]) -> 
             yield (slots.length,), read(slots)
 
     return Family(name, documentation, (*_ENGINE_LABELS, "length"), each)
+
+
+def _one_of(
+    name: str, documentation: str, label: str, values: Sequence[str], read: Callable[[EngineSnapshot], str | None]
+) -> Family:
+    """1 for the value that holds, 0 for the others, none of them when it is not known."""
+
+    def each(engine: EngineSnapshot) -> Iterator[Labelled]:
+        holds = read(engine)
+        for value in () if holds is None else values:
+            yield (value,), float(value == holds)
+
+    return Family(name, documentation, (*_ENGINE_LABELS, label), each)
 
 
 def _use(part: str, unit: str) -> Callable[[EngineSnapshot], float | None]:
@@ -146,15 +161,56 @@ ENGINE_FAMILIES = (
     ),
     _slots(
         "kvcache_remaining_request_slots",
-        "Further requests of this length that fit now, rounded down: into the blocks, and the seats where max_num_seqs is "
-        "configured, that are left when each waiting request has been served as one of max_model_len; 0 while one waits for "
-        "blocks. What running requests will still grow is not subtracted. Absent when usage is, or when the engine sleeps.",
+        "Further requests of this length that fit now without waiting and without preempting, rounded down: what running "
+        "requests will still grow and what waits is served first, and seats count where max_num_seqs is configured. typical is "
+        "predicted from the requests of late; until the first has finished it is max, running requests are not taken to grow and "
+        "each waiting one counts as one of max_model_len. Absent when usage is, and when the engine sleeps or is frozen.",
         lambda slots: slots.remaining,
     ),
     _slots(
         "kvcache_request_length_tokens",
-        "Tokens (prompt and output) that the label length stands for: max is max_model_len (from /v1/models, else configured).",
+        "Tokens (prompt and output) that the label length stands for: max is max_model_len (from /v1/models, else configured), "
+        "typical the mean and p95 the 95th percentile of the requests of late (computed from the engine's histograms).",
         lambda slots: slots.tokens,
+    ),
+    _engine(
+        "kvcache_headroom_ratio",
+        "Remaining over all slots for typical requests, 0-1: how much more of this traffic fits. Absent when either is.",
+        lambda engine: None if engine.headroom is None else engine.headroom.ratio,
+    ),
+    _one_of(
+        "kvcache_binding_limit",
+        "1 for what a growing load of typical requests meets first, else 0: kv_blocks, max_num_seqs (seats), state_slots "
+        "(blocks, most of them states of a hybrid model), deferred (requests that wait for a transfer or an adapter hold the "
+        "seats), compute (a queue stays although blocks and seats are free). Absent when it cannot be told.",
+        "limit",
+        LIMITS,
+        lambda engine: None if engine.headroom is None else engine.headroom.binding_limit,
+    ),
+    _engine(
+        "kvcache_exhaustion_seconds",
+        "Predicted time until no typical request fits into the KV cache, at the present trend of traffic; +Inf when it never "
+        "fills, 0 when it is full. Absent until traffic has been seen for some time.",
+        lambda engine: engine.exhaustion_seconds,
+    ),
+    _engine(
+        "kvcache_offered_load_ratio",
+        "KV blocks that present arrivals, lengths and residence times need (Little's law) over usable blocks; above 1 the queue "
+        "grows. Absent until traffic has been seen for some time.",
+        lambda engine: engine.offered_load_ratio,
+    ),
+    _one_of(
+        "kvcache_engine_state",
+        "1 for the state that the engine is in, else 0: serving, idle, starting (no usage reported yet), asleep (its cache is "
+        "given back), frozen (requests are there and nothing has moved for a while: dead, stuck or its figures are stale).",
+        "state",
+        STATES,
+        lambda engine: engine.state,
+    ),
+    _engine(
+        "kvcache_usage_suspect",
+        "1 when the engine reports a usage that cannot be true of the requests that it runs, else 0; no slots are then shown.",
+        lambda engine: float(engine.usage_suspect),
     ),
     _engine(
         "kvcache_bytes_per_token",

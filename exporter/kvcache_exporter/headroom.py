@@ -1,15 +1,32 @@
-"""How much of the pool is free, and how many more requests of a given length fit."""
+"""How much of the pool is free, how many more requests fit, and what keeps the next one out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache_exporter.capacity import Capacity, blocks_per_max_len_request, requests_that_fit
+from kvcache_exporter.expected_blocks import ExpectedBlocks, RequestBlocks, expected_blocks, fullest
+from kvcache_exporter.expected_blocks import requests_that_fit as expected_requests_that_fit
+from kvcache_exporter.history import Traffic
 from kvcache_exporter.kv_cache_spec import KVCacheLayout
+from kvcache_exporter.limits import AdmissionLimits, Seats, binding_limit, free_seats, states_are_most, waiting_for_capacity
 from kvcache_exporter.readings import EngineReading
+from kvcache_exporter.request_mix import RequestMix
 
 MAX_LENGTH = "max"
+TYPICAL_LENGTH = "typical"
+P95_LENGTH = "p95"
+# How slots are listed; lengths of the operator's choice come behind.
+_ORDER = {TYPICAL_LENGTH: 0, P95_LENGTH: 1, MAX_LENGTH: 2}
+
+# A typical request counts this much more than its mean, so that a promise is kept more often than broken: the requests of the
+# next minutes are not those of the last.
+_MARGIN = 0.05
+# What waits is longer than the mean request by so many standard deviations: of a queue nothing is known but its number, and a
+# long request at its head is what most often holds it up.
+_QUEUE_SPREAD = 1.0
 
 
 @dataclass(frozen=True)
@@ -25,23 +42,40 @@ class BlockUse:
 class RequestSlots:
     """Requests of one length: `slots` fit into the empty engine, `remaining` more fit now.
 
-    `length` is `max` or the number of tokens as text. `tokens` is None when max_model_len is not known, `remaining` when usage
-    is not.
+    `length` is `max`, `typical`, `p95` or the number of tokens as text. `tokens` is None when max_model_len is not known,
+    `remaining` when usage is not. `blocks` is what one such request takes at its most.
     """
 
     length: str
     tokens: int | None
     slots: int
     remaining: int | None
+    blocks: float = 0.0
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """Use and free space of one engine's pool; `used` and `free` are None when the engine does not report usage, or sleeps."""
+    """Use and free space of one engine's pool; `used` and `free` are None when the engine does not report usage, or sleeps.
+
+    `binding_limit` is one of limits.LIMITS for typical requests (of max_model_len before any is known), None when not known.
+    """
 
     used: BlockUse | None
     free: BlockUse | None
     slots: tuple[RequestSlots, ...]
+    binding_limit: str | None = None
+
+    def of(self, length: str) -> RequestSlots | None:
+        """Slots of the length of that name."""
+        return next((slots for slots in self.slots if slots.length == length), None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Remaining over all slots for typical requests, 0-1; None when either is not known or the engine holds none."""
+        typical = self.of(TYPICAL_LENGTH)
+        if typical is None or typical.remaining is None or not typical.slots:
+            return None
+        return typical.remaining / typical.slots
 
 
 def headroom_of(
@@ -50,29 +84,112 @@ def headroom_of(
     layout: KVCacheLayout | None,
     *,
     max_model_len: int | None,
-    max_num_seqs: int | None,
+    limits: AdmissionLimits,
     request_lengths: Sequence[int],
+    traffic: Traffic | None = None,
+    is_serving: bool = True,
 ) -> Headroom:
-    """Headroom of one engine now. A sleeping engine has given its cache back, so nothing of it is free."""
+    """Headroom of one engine now. Of an engine that does not serve (asleep, frozen), nothing is free.
+
+    `traffic` is what its past says of its requests, None when nothing is known of it.
+    """
     used = free = None
     if reading.used_blocks is not None and reading.awake is not False:
         used = _block_use(reading.used_blocks, capacity, layout)
-        free = _block_use(capacity.usable_blocks - reading.used_blocks, capacity, layout)
+        free = _block_use(capacity.usable_blocks - reading.used_blocks, capacity, layout) if is_serving else None
     lengths = _lengths(reading, layout, max_model_len, request_lengths)
-    left = None if free is None else _left_after_queue(reading, free.blocks, lengths, max_num_seqs)
-    return Headroom(
-        used=used,
-        free=free,
-        slots=tuple(
-            RequestSlots(
-                length=length.name,
-                tokens=length.tokens,
-                slots=_at_most(length.requests_in(capacity.usable_blocks), max_num_seqs),
-                remaining=None if left is None else _at_most(length.requests_in(left.blocks), left.seats),
+    typical = None
+    if traffic is not None and traffic.mix is not None and layout is not None and max_model_len is not None:
+        lengths.append(_p95_length(traffic.mix, layout, max_model_len))
+        typical = _Typical.of(reading, traffic, layout, max_model_len)
+    seats = free_seats(reading, limits)
+    left = None if free is None else _left_for_others(reading, capacity, free.blocks, lengths, typical, limits, seats)
+    slots = [
+        RequestSlots(
+            length=length.name,
+            tokens=length.tokens,
+            slots=_at_most(length.requests_in(capacity.usable_blocks), limits.seats),
+            remaining=None if left is None else _at_most(length.requests_in(left.blocks), left.seats),
+            blocks=length.held,
+        )
+        for length in lengths
+    ]
+    binding = None
+    if typical is not None:
+        fit = None if left is None else typical.fit(capacity, limits, waiting_for_capacity(reading))
+        slots.append(typical.slots(capacity, limits, fit, seats))
+        if fit is not None and traffic is not None and layout is not None:
+            binding = binding_limit(
+                by_blocks=max(0, math.floor(fit)),
+                seats=seats,
+                queue_stays=traffic.queue_stays,
+                states_are_most=states_are_most(layout, typical.tokens),
+                is_blocked=fit < 0,
             )
-            for length in lengths
-        ),
-    )
+    elif traffic is not None and traffic.has_requests and slots and slots[0].length == MAX_LENGTH:
+        # The first ones run: until one has ended, it may be as long as any.
+        slots.append(replace(slots[0], length=TYPICAL_LENGTH))
+    if typical is None and left is not None and lengths:
+        binding = _limit_at_max(lengths[0], left, seats)
+    slots.sort(key=lambda entry: _ORDER.get(entry.length, len(_ORDER)))
+    return Headroom(used=used, free=free, slots=tuple(slots), binding_limit=binding)
+
+
+@dataclass(frozen=True)
+class _Typical:
+    """A typical request, and what it meets: the blocks of those that run, now and later, and its own."""
+
+    tokens: int
+    beside_running: ExpectedBlocks
+    in_empty_engine: ExpectedBlocks
+    admission_extra: float
+
+    @classmethod
+    def of(cls, reading: EngineReading, traffic: Traffic, layout: KVCacheLayout, max_model_len: int) -> _Typical | None:
+        mix = traffic.mix
+        if mix is None:
+            return None
+        blocks = RequestBlocks(layout)
+        prompt = math.ceil(mix.prompt_mean)
+        now = expected_blocks(blocks, mix, traffic.ages, reading.used_blocks or 0, max_model_len)
+        empty = replace(now, running=(0.0,) * len(now.moments))
+        extra = max(0, layout.reserved_blocks(prompt) - layout.blocks_for_request(prompt))
+        return cls(min(max_model_len, round(mix.mean_tokens)), now, empty, extra)
+
+    def fit(self, capacity: Capacity, limits: AdmissionLimits, waiting: int) -> float:
+        """Requests that fit into the blocks beside those here; not whole, below 0 when these are too many."""
+        return expected_requests_that_fit(
+            self.beside_running,
+            capacity.usable_blocks,
+            waiting=waiting,
+            queue_spread=_QUEUE_SPREAD,
+            cost_factor=1 + _MARGIN,
+            admission_extra=self.admission_extra + limits.watermark_blocks(capacity.usable_blocks),
+        )
+
+    def slots(self, capacity: Capacity, limits: AdmissionLimits, fit: float | None, seats: Seats | None) -> RequestSlots:
+        empty = expected_requests_that_fit(
+            self.in_empty_engine,
+            capacity.usable_blocks,
+            waiting=0,
+            queue_spread=0.0,
+            cost_factor=1 + _MARGIN,
+            admission_extra=self.admission_extra + limits.watermark_blocks(capacity.usable_blocks),
+        )
+        return RequestSlots(
+            length=TYPICAL_LENGTH,
+            tokens=self.tokens,
+            slots=_at_most(max(0, math.floor(empty)), limits.seats),
+            remaining=None if fit is None else _at_most(max(0, math.floor(fit)), None if seats is None else seats.free),
+            blocks=max(self.in_empty_engine.request),
+        )
+
+    def most_blocks(self, waiting: int) -> float:
+        """Most blocks that those here, the queue served, hold at any moment."""
+        request = max(self.in_empty_engine.request)
+        spread = math.sqrt(max(self.in_empty_engine.request_variance))
+        queue = waiting * request + _QUEUE_SPREAD * math.sqrt(waiting) * spread
+        return fullest(self.beside_running) + queue
 
 
 def _block_use(blocks: int, capacity: Capacity, layout: KVCacheLayout | None) -> BlockUse:
@@ -110,42 +227,64 @@ def _lengths(
         lengths.append(_Length(MAX_LENGTH, max_model_len, blocks_at_max, min(held, blocks_at_max)))
     if layout is not None:
         lengths += [
-            _Length(str(tokens), tokens, layout.reserved_blocks(tokens), layout.blocks_for_request(tokens))
-            for tokens in request_lengths
-            if max_model_len is None or tokens <= max_model_len
+            _length(str(tokens), tokens, layout) for tokens in request_lengths if max_model_len is None or tokens <= max_model_len
         ]
     return lengths
 
 
+def _length(name: str, tokens: int, layout: KVCacheLayout) -> _Length:
+    return _Length(name, tokens, layout.reserved_blocks(tokens), layout.blocks_for_request(tokens))
+
+
+def _p95_length(mix: RequestMix, layout: KVCacheLayout, max_model_len: int) -> _Length:
+    return _length(P95_LENGTH, min(max_model_len, max(1, math.ceil(mix.quantile_tokens(0.95)))), layout)
+
+
 @dataclass(frozen=True)
 class _Left:
-    """Free blocks, and free seats where their limit is known, that the queue leaves to a new request."""
+    """Free blocks, and free seats where their limit is known, that running requests and queue leave to a new one."""
 
     blocks: int
     seats: int | None
 
 
-def _left_after_queue(reading: EngineReading, free_blocks: int, lengths: Sequence[_Length], max_num_seqs: int | None) -> _Left:
-    """What is free once everyone who waits has been served, first come, first served.
+def _left_for_others(
+    reading: EngineReading,
+    capacity: Capacity,
+    free_blocks: int,
+    lengths: Sequence[_Length],
+    typical: _Typical | None,
+    limits: AdmissionLimits,
+    seats: Seats | None,
+) -> _Left:
+    """What a request of a fixed length finds: it may come to its full length just when those here hold the most.
 
-    The page does not tell how long the waiting ones are, so each counts as one of max_model_len. Then nothing is left whenever
-    one waits for blocks, since its need is no more than that; and a queue that is there for a moment (the step's token budget is
-    spent) does not hide the free blocks. Where the cost at max_model_len or the number of seats is not known, nothing is left.
+    Where the kind of requests is not known, nobody grows and each waiting one counts as one of max_model_len. Then nothing is
+    left whenever one waits for blocks, since its need is no more than that; and a queue that is there for a moment (the step's
+    token budget is spent) does not hide the free blocks. Where the cost at max_model_len or the number of seats is not known
+    either, a queue leaves nothing.
     """
-    waiting = _waiting_for_capacity(reading)
-    running = reading.num_requests_running
-    seats = None if max_num_seqs is None or running is None else max_num_seqs - running
+    waiting = waiting_for_capacity(reading)
+    free_now = max(0, free_blocks - limits.watermark_blocks(capacity.usable_blocks))
+    free = None if seats is None else seats.free
+    if typical is not None:
+        later = math.floor(capacity.usable_blocks - typical.most_blocks(waiting))
+        return _Left(max(0, min(free_now, later)), free)
     if not waiting:
-        return _Left(free_blocks, None if seats is None else max(0, seats))
+        return _Left(free_now, free)
     blocks_at_max = next((length.admitted for length in lengths if length.name == MAX_LENGTH), None)
     if blocks_at_max is None or seats is None:
         return _Left(0, 0)
-    return _Left(max(0, free_blocks - waiting * blocks_at_max), max(0, seats - waiting))
+    return _Left(max(0, free_now - waiting * blocks_at_max), free)
 
 
-def _waiting_for_capacity(reading: EngineReading) -> int:
-    """Requests that wait for blocks or a seat; `deferred` ones wait for something else (a LoRA slot, a KV transfer)."""
-    return reading.num_requests_waiting_by_reason.get("capacity", reading.num_requests_waiting or 0)
+def _limit_at_max(longest: _Length, left: _Left, seats: Seats | None) -> str | None:
+    """The limit for requests of max_model_len, before anything is known of those that come; None when that is not known."""
+    if longest.name != MAX_LENGTH:
+        return None
+    return binding_limit(
+        by_blocks=longest.requests_in(left.blocks), seats=seats, queue_stays=False, states_are_most=False, is_blocked=False
+    )
 
 
 def _at_most(slots: int, limit: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from kvcache_exporter import __version__
+from kvcache_exporter.headroom import MAX_LENGTH, P95_LENGTH, TYPICAL_LENGTH, RequestSlots
 from kvcache_exporter.snapshot import EngineSnapshot, Snapshot, TargetSnapshot
 
 _STYLE = """
@@ -56,8 +57,7 @@ def _engine_row(target: TargetSnapshot, engine: EngineSnapshot) -> str:
     slots = "not known"
     if headroom is not None and headroom.slots:
         slots = "<br>".join(
-            f'<span class="big">{_or_unknown(slot.remaining)}</span> of {slot.slots} at '
-            f"{escape(slot.length) if slot.tokens is None else slot.tokens} tokens"
+            f'<span class="big">{_or_unknown(slot.remaining)}</span> of {slot.slots} {escape(_of_length(slot))}'
             for slot in headroom.slots
         )
     cells = (
@@ -65,10 +65,16 @@ def _engine_row(target: TargetSnapshot, engine: EngineSnapshot) -> str:
         escape(reading.engine),
         escape(engine.model_name),
         usage,
-        f"{_or_unknown(reading.num_requests_running)}, {_or_unknown(reading.num_requests_waiting)}",
+        f"{_or_unknown(reading.num_requests_running)}, {_or_unknown(reading.num_requests_waiting)}<br>{engine.state or ''}",
         slots,
     )
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _of_length(slots: RequestSlots) -> str:
+    tokens = "" if slots.tokens is None else f"{slots.tokens} tokens"
+    named = {TYPICAL_LENGTH: "typical", P95_LENGTH: "long (p95)", MAX_LENGTH: "of the longest"}.get(slots.length)
+    return f"of {tokens}" if named is None else f"{named}, {tokens}" if tokens else named
 
 
 def _sources(snapshot: Snapshot) -> str:

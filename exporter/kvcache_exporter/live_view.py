@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcache_exporter.headroom import P95_LENGTH, TYPICAL_LENGTH, RequestSlots
 from kvcache_exporter.snapshot import EngineSnapshot, Snapshot, TargetSnapshot
 
 _BAR_WIDTH = 48
@@ -37,10 +38,23 @@ def _engine_lines(target: TargetSnapshot, engine: EngineSnapshot) -> list[str]:
         f"{reading.num_preemptions or 0:,} preempted so far",
     ]
     for slots in headroom.slots:
-        tokens = slots.length if slots.tokens is None else f"{slots.tokens:,}"
         remaining = _or_unknown(slots.remaining)
-        lines.append(f"  fits now  {remaining:>8} more requests of {tokens} tokens ({slots.slots:,} when empty)")
+        lines.append(f"  fits now  {remaining:>8} more {_requests_of(slots)} ({slots.slots:,} when empty)")
+    lines.append(f"  full in   {_full_in(engine.exhaustion_seconds):>8}   limit: {headroom.binding_limit or '?'}")
     return lines
+
+
+def _requests_of(slots: RequestSlots) -> str:
+    """The requests of one length, in words."""
+    tokens = "? tokens" if slots.tokens is None else f"{slots.tokens:,} tokens"
+    kind = {TYPICAL_LENGTH: "typical requests, mean", P95_LENGTH: "long requests (p95),"}.get(slots.length, "requests of")
+    return f"{kind} {tokens}"
+
+
+def _full_in(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return "never" if seconds == float("inf") else f"{seconds:.0f} s"
 
 
 def _engine_summary(engine: EngineSnapshot) -> str:

@@ -9,14 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import Protocol
 
+from kvcache_exporter.capture import Recorder
 from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.errors import SourceError
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.job import Job
-from kvcache_exporter.kv_cache_spec import kv_cache_layout
 from kvcache_exporter.readings import NvmlReading, PageReading
 from kvcache_exporter.snapshot import Snapshot, TargetSnapshot
 from kvcache_exporter.sources.http import HttpClient, HttpOptions
@@ -27,10 +27,8 @@ from kvcache_exporter.target import (
     SOURCE_PAGE,
     Facts,
     FactsReading,
-    LayoutOf,
-    has_restarted,
+    TargetHistory,
     read_facts,
-    target_snapshot,
 )
 
 log = logging.getLogger(__name__)
@@ -58,11 +56,18 @@ class Poller:
     `clock` gives Unix seconds for time stamps. One thread calls `poll_once` or `run`; `latest` may be called from any.
     """
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.time, gpus: GpuSource | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.time,
+        gpus: GpuSource | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock
         self._health = HealthBook()
-        self._targets = [_TargetState(target, config) for target in config.targets]
+        self._targets = [_TargetState(target, config, recorder) for target in config.targets]
         self._gpus = None if gpus is None else _GpuState(gpus)
         self._latest: Snapshot | None = None
         self._ticked_at = clock()
@@ -148,20 +153,21 @@ class _GpuState:
 class _TargetState:
     """What the poller remembers of one target between ticks."""
 
-    def __init__(self, target: TargetConfig, config: Config) -> None:
+    def __init__(self, target: TargetConfig, config: Config, recorder: Recorder | None) -> None:
         options = HttpOptions(config.poll_timeout_seconds, config.max_body_bytes, target.bearer_token_file, target.ca_file)
-        page_client = VllmClient(target.url, HttpClient(options))
+        on_page = None if recorder is None else partial(recorder.page, target.name)
+        page_client = VllmClient(target.url, HttpClient(options), on_page=on_page)
         # Its own client: requests.Session is not for two threads at once.
         facts_client = VllmClient(target.url, HttpClient(options))
         self._target = target
         self._config = config
+        self._recorder = recorder
         self._page_job: Job[PageReading] = Job(f"page {target.name}", page_client.metrics)
+        self._history = TargetHistory(target, request_lengths=config.request_lengths, window_seconds=config.window_seconds)
         self._page: PageReading | None = None
         self._read_at = 0.0
         self._skip_page = False
         self._timed_out = False
-        # The same at every tick while a server runs, and of all its data-parallel ranks.
-        self._layout_of: LayoutOf = lru_cache(maxsize=1)(kv_cache_layout)
         self._facts_job: Job[FactsReading] = Job(
             f"facts {target.name}", lambda: read_facts(self._target, facts_client, self._facts)
         )
@@ -180,7 +186,7 @@ class _TargetState:
         if self._skip_page:
             self._skip_page = False
             return
-        before, self._page = self._page, None
+        self._page = None
         outcome = self._page_job.finish(deadline - time.monotonic())
         if outcome is None:
             if not self._timed_out:
@@ -196,7 +202,11 @@ class _TargetState:
             self._page = outcome.value
             self._read_at = now
             self._skip_page = outcome.duration_seconds > _SLOW_PAGE_SHARE * self._config.poll_interval_seconds
-        if self._page is None or (before is not None and has_restarted(before, self._page)):
+        if self._page is None:
+            self._history.missed()
+            if self._recorder is not None:
+                self._recorder.missed(self._target.name)
+        if self._page is None or self._history.restarts_with(self._page):
             # Another run may answer next, with other flags and another model; an answer under way may still be of the old one.
             self._facts = Facts()
             self._facts_outdated = self._facts_pending
@@ -213,9 +223,7 @@ class _TargetState:
             self._finish_facts(now, deadline, health)
         if self._page is None:
             return TargetSnapshot(name=self._target.name, url=self._target.url)
-        snapshot, refusal = target_snapshot(
-            self._target, self._page, self._read_at, self._facts, self._config.request_lengths, self._layout_of
-        )
+        snapshot, refusal = self._history.observe(self._page, self._read_at, self._facts)
         if refusal is not None:
             health.failure(self._target.name, SOURCE_MODEL_CONFIG, refusal, duration_seconds=0.0)
         return snapshot

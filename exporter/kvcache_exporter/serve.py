@@ -11,6 +11,7 @@ from types import FrameType
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from kvcache_exporter import __version__
+from kvcache_exporter.capture import Recorder
 from kvcache_exporter.collector import STALE_INTERVALS, KVCacheCollector
 from kvcache_exporter.config import Config
 from kvcache_exporter.poller import GpuSource, Poller
@@ -22,11 +23,14 @@ log = logging.getLogger(__name__)
 class Exporter:
     """One exporter in this process. `gpus` is what reads GPUs, None for none; `simulated` marks everything that it shows.
 
-    Raises OSError when the address cannot be bound.
+    `recorder`, where given, gets every poll, and is closed with the exporter. Raises OSError when the address cannot be bound.
     """
 
-    def __init__(self, config: Config, *, gpus: GpuSource | None, simulated: bool = False) -> None:
-        self.poller = Poller(config, gpus=gpus)
+    def __init__(
+        self, config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = None, simulated: bool = False
+    ) -> None:
+        self._recorder = recorder
+        self.poller = Poller(config, gpus=gpus, recorder=recorder)
         registry = CollectorRegistry()
         stale_seconds = STALE_INTERVALS * config.poll_interval_seconds
         registry.register(KVCacheCollector(self.poller.latest, stale_seconds=stale_seconds, simulated=simulated))
@@ -53,11 +57,13 @@ class Exporter:
         self._stop.set()
         self._server.shutdown()
         self._server.server_close()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
-def run(config: Config, *, gpus: GpuSource | None) -> int:
+def run(config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
-    exporter = open_exporter(config, gpus=gpus)
+    exporter = open_exporter(config, gpus=gpus, recorder=recorder)
     if exporter is None:
         return 1
     stop = stop_on_signal()
@@ -70,10 +76,12 @@ def run(config: Config, *, gpus: GpuSource | None) -> int:
     return 0
 
 
-def open_exporter(config: Config, *, gpus: GpuSource | None, simulated: bool = False) -> Exporter | None:
+def open_exporter(
+    config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = None, simulated: bool = False
+) -> Exporter | None:
     """Make an Exporter; None, with a line in the log, when its address cannot be bound."""
     try:
-        return Exporter(config, gpus=gpus, simulated=simulated)
+        return Exporter(config, gpus=gpus, recorder=recorder, simulated=simulated)
     except OSError as error:
         address = config.listen_address
         fields = {

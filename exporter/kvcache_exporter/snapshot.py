@@ -15,7 +15,10 @@ from kvcache_exporter.readings import EngineReading, NvmlReading
 class EngineSnapshot:
     """One engine: what it reported and what follows from it. `model_name` is "" when nothing tells it.
 
-    `layout_source` is `computed`, or `assumed` for an unknown architecture that was taken for a plain decoder.
+    `layout_source` is `computed`, or `assumed` for an unknown architecture that was taken for a plain decoder. `state` is one of
+    engine_state.STATES. `usage_suspect`: the engine reports a usage that cannot be true of the requests that it runs.
+    `exhaustion_seconds` is when no typical request will fit at the present trend (inf: never), `offered_load_ratio` the share of
+    the pool that present traffic needs.
     """
 
     reading: EngineReading
@@ -24,6 +27,10 @@ class EngineSnapshot:
     layout_source: str | None = None
     capacity: Capacity | None = None
     headroom: Headroom | None = None
+    state: str | None = None
+    usage_suspect: bool = False
+    exhaustion_seconds: float | None = None
+    offered_load_ratio: float | None = None
 
 
 @dataclass(frozen=True)

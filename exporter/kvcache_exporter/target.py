@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.config import TargetConfig
+from kvcache_exporter.engine_state import has_restarted
 from kvcache_exporter.errors import SourceError, UnsupportedModelError
-from kvcache_exporter.headroom import headroom_of
+from kvcache_exporter.headroom import TYPICAL_LENGTH, headroom_of
+from kvcache_exporter.history import EngineHistory
 from kvcache_exporter.job import Outcome, attempt
 from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout, plain_layout
 from kvcache_exporter.kv_cache_spec.engine_config import NEWEST_VLLM_VERSION, parse_vllm_version
 from kvcache_exporter.kv_cache_spec.mamba import MambaSpec
+from kvcache_exporter.limits import MEMORY_LIMITS, AdmissionLimits
 from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
@@ -23,6 +27,9 @@ from kvcache_exporter.sources.vllm import VllmClient
 
 CONFIGURED = "configured"
 ASSUMED = "assumed"
+
+# States in which free blocks are room for requests.
+SERVING_STATES = ("serving", "idle")
 
 SOURCE_PAGE = "vllm"
 SOURCE_MODELS = "vllm_models"
@@ -82,38 +89,113 @@ def _config_json(config: TargetConfig, root: str | None) -> Mapping[str, Any]:
     raise SourceError("missing", f"{where} and no model_config is set: give the path of config.json for bytes and slots")
 
 
-def target_snapshot(
-    config: TargetConfig,
-    page: PageReading,
-    read_at: float,
-    facts: Facts,
-    request_lengths: Sequence[int],
-    layout_of: LayoutOf = kv_cache_layout,
-) -> tuple[TargetSnapshot, UnsupportedModelError | None]:
-    """What one page means, given the facts; and why no layout could be made, if so (blocks and counts go on without one)."""
-    reported = None if facts.served is None else facts.served.max_model_len
-    max_model_len = reported or config.max_model_len
-    refusal: UnsupportedModelError | None = None
-    engines = []
-    for reading in page.engines:
-        layout = None
-        try:
-            layout = _layout(config, facts, reading, max_model_len, layout_of)
-        except UnsupportedModelError as error:
-            refusal = error
-        engines.append(_engine_snapshot(config, reading, layout, facts, max_model_len, request_lengths))
-    snapshot = TargetSnapshot(
-        name=config.name,
-        url=config.url,
-        read_at=read_at,
-        engines=tuple(engines),
-        vllm_version=facts.version,
-        max_model_len=max_model_len,
-        max_model_len_source=None if max_model_len is None else (REPORTED if reported else CONFIGURED),
-        tensor_parallel_size=config.tensor_parallel_size,
-        max_num_seqs=config.max_num_seqs,
-    )
-    return snapshot, refusal
+class TargetHistory:
+    """One target from page to page: its engines' pasts, and the layout of their cache, made once while the server runs.
+
+    `window_seconds` is how far back "lately" reaches; `request_lengths` are tokens for which slots are shown.
+    """
+
+    def __init__(self, config: TargetConfig, *, request_lengths: Sequence[int], window_seconds: float) -> None:
+        self._config = config
+        self._request_lengths = tuple(request_lengths)
+        self._window_seconds = window_seconds
+        # The same at every page while a server runs, and of all its data-parallel ranks.
+        self._layout_of = lru_cache(maxsize=1)(kv_cache_layout)
+        self._engines: dict[str, EngineHistory] = {}
+        self._page: PageReading | None = None
+
+    def missed(self) -> None:
+        """Note that a poll gave no page: another run may answer next, with other flags and another model."""
+        self._page = None
+
+    def restarts_with(self, page: PageReading) -> bool:
+        """Whether `page` is of another run of the server than the page before it: one of its engines started anew."""
+        if self._page is None:
+            return False
+        earlier = {engine.engine: engine for engine in self._page.engines}
+        return any(e.engine in earlier and has_restarted(earlier[e.engine], e) for e in page.engines)
+
+    def observe(self, page: PageReading, read_at: float, facts: Facts) -> tuple[TargetSnapshot, UnsupportedModelError | None]:
+        """What the page that was read `read_at` (Unix seconds) means, given the facts and the pages before it.
+
+        Also why no layout could be made, if so: blocks and counts go on without one.
+        """
+        self._page = page
+        reported = None if facts.served is None else facts.served.max_model_len
+        max_model_len = reported or self._config.max_model_len
+        refusal: UnsupportedModelError | None = None
+        engines = []
+        for reading in page.engines:
+            layout = None
+            try:
+                layout = _layout(self._config, facts, reading, max_model_len, self._layout_of)
+            except UnsupportedModelError as error:
+                refusal = error
+            engines.append(self._engine_snapshot(reading, read_at, layout, facts, max_model_len))
+        # A rank that is gone leaves nothing behind.
+        self._engines = {reading.engine: self._engines[reading.engine] for reading in page.engines}
+        snapshot = TargetSnapshot(
+            name=self._config.name,
+            url=self._config.url,
+            read_at=read_at,
+            engines=tuple(engines),
+            vllm_version=facts.version,
+            max_model_len=max_model_len,
+            max_model_len_source=None if max_model_len is None else (REPORTED if reported else CONFIGURED),
+            tensor_parallel_size=self._config.tensor_parallel_size,
+            max_num_seqs=self._config.max_num_seqs,
+        )
+        return snapshot, refusal
+
+    def _engine_snapshot(
+        self,
+        reading: EngineReading,
+        read_at: float,
+        layout: KVCacheLayout | None,
+        facts: Facts,
+        max_model_len: int | None,
+    ) -> EngineSnapshot:
+        history = self._engines.setdefault(reading.engine, EngineHistory(self._window_seconds))
+        condition = history.observe(read_at, reading)
+        served_name = None if facts.served is None else facts.served.model_name
+        snapshot = EngineSnapshot(
+            reading=reading,
+            model_name=reading.model_name or served_name or "",
+            layout=layout,
+            layout_source=None if layout is None else _layout_source(self._config, layout),
+            capacity=capacity_of(reading, layout, max_model_len),
+            state=condition.state,
+            usage_suspect=condition.usage_suspect,
+        )
+        capacity = snapshot.capacity
+        if capacity is None:
+            return snapshot
+        limits = _admission_limits(self._config)
+        headroom = headroom_of(
+            reading,
+            capacity,
+            layout,
+            max_model_len=max_model_len,
+            limits=limits,
+            request_lengths=self._request_lengths,
+            traffic=history.traffic(max_model_len),
+            is_serving=condition.state in SERVING_STATES and not condition.usage_suspect,
+        )
+        snapshot = replace(snapshot, headroom=headroom)
+        typical = headroom.of(TYPICAL_LENGTH)
+        if typical is None or typical.remaining is None:
+            return snapshot
+        forecast = history.forecast(usable_blocks=capacity.usable_blocks, blocks_per_request=typical.blocks, seats=limits.seats)
+        is_full = typical.remaining == 0 and headroom.binding_limit in MEMORY_LIMITS
+        return replace(
+            snapshot,
+            exhaustion_seconds=0.0 if is_full else forecast.exhaustion_seconds,
+            offered_load_ratio=forecast.offered_load_ratio,
+        )
+
+
+def _admission_limits(config: TargetConfig) -> AdmissionLimits:
+    return AdmissionLimits(config.max_num_seqs, config.max_num_active_seqs, config.watermark)
 
 
 def _layout(
@@ -173,51 +255,3 @@ def _keeps_states_at_block_boundaries(reading: EngineReading) -> bool:
     if reading.mamba_cache_mode is not None:
         return reading.mamba_cache_mode != "none"
     return bool(reading.enable_prefix_caching)
-
-
-def _engine_snapshot(
-    config: TargetConfig,
-    reading: EngineReading,
-    layout: KVCacheLayout | None,
-    facts: Facts,
-    max_model_len: int | None,
-    request_lengths: Sequence[int],
-) -> EngineSnapshot:
-    served_name = None if facts.served is None else facts.served.model_name
-    snapshot = EngineSnapshot(
-        reading=reading,
-        model_name=reading.model_name or served_name or "",
-        layout=layout,
-        layout_source=None if layout is None else _layout_source(config, layout),
-        capacity=capacity_of(reading, layout, max_model_len),
-    )
-    if snapshot.capacity is None:
-        return snapshot
-    headroom = headroom_of(
-        reading,
-        snapshot.capacity,
-        layout,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        request_lengths=request_lengths,
-    )
-    return replace(snapshot, headroom=headroom)
-
-
-def has_restarted(before: PageReading, after: PageReading) -> bool:
-    """Whether the server behind two pages is not the same run: a counter went down, or the pools changed."""
-    earlier = {engine.engine: engine for engine in before.engines}
-    for engine in after.engines:
-        old = earlier.get(engine.engine)
-        if old is None:
-            continue
-        if old.num_gpu_blocks != engine.num_gpu_blocks:
-            return True
-        for a, b in (
-            (old.prompt_tokens, engine.prompt_tokens),
-            (old.generation_tokens, engine.generation_tokens),
-            (old.num_preemptions, engine.num_preemptions),
-        ):
-            if a is not None and b is not None and b < a:
-                return True
-    return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -70,11 +70,15 @@ _ADDED_UP = 1.5
 
 
 class VllmClient:
-    """One vLLM server. `base_url` is its address without /metrics; `http` says how to reach it."""
+    """One vLLM server. `base_url` is its address without /metrics; `http` says how to reach it.
 
-    def __init__(self, base_url: str, http: HttpClient) -> None:
+    `on_page` gets the body of each /metrics page before it is read, so those too that cannot be.
+    """
+
+    def __init__(self, base_url: str, http: HttpClient, *, on_page: Callable[[bytes], None] | None = None) -> None:
         self._base_url = base_url.rstrip("/").removesuffix("/metrics")
         self._http = http
+        self._on_page = on_page
 
     def metrics(self) -> PageReading:
         """Read /metrics. Raises SourceError; a page without vLLM series (statistics off) gives no engines."""
@@ -84,6 +88,8 @@ class VllmClient:
             raise SourceError(
                 "not_an_exposition", f"{url} answered {body.media_type or 'an untyped page'}, which is not Prometheus text"
             )
+        if self._on_page is not None:
+            self._on_page(body.content)
         return parse_metrics(body.content)
 
     def served_model(self) -> ServedModel:

@@ -1,0 +1,98 @@
+"""What is remembered of one engine from poll to poll: whether it moves, what it gets, how far that is, how its load goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache_exporter.engine_state import EngineCondition, ProgressWatch, has_restarted
+from kvcache_exporter.forecast import LoadForecast, LoadHistory
+from kvcache_exporter.limits import waiting_for_capacity
+from kvcache_exporter.readings import EngineReading
+from kvcache_exporter.request_mix import RequestMix, RequestMixHistory
+from kvcache_exporter.running_requests import AgeGroup, RunningRequests
+
+# A queue seen at one poll may be of the step that runs: its token budget is spent. One seen at so many in a row stays.
+_POLLS_OF_A_QUEUE = 3
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an engine's past says of its requests. `mix` is None before the first one has finished.
+
+    `has_requests`: one has started at least.
+    `ages` are the running requests by how far they have come. `queue_stays`: requests have waited at every one of the last polls.
+    """
+
+    mix: RequestMix | None = None
+    ages: tuple[AgeGroup, ...] = ()
+    queue_stays: bool = False
+    has_requests: bool = False
+
+
+class EngineHistory:
+    """The past of one engine; it starts afresh when the engine does. Its size is bounded.
+
+    `window_seconds` is how far back "lately" reaches.
+    """
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window_seconds = window_seconds
+        self._reading: EngineReading | None = None
+        self._at = 0.0
+        self._condition: EngineCondition | None = None
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._progress = ProgressWatch()
+        self._mix = RequestMixHistory(self._window_seconds)
+        self._running = RunningRequests()
+        self._load = LoadHistory(self._window_seconds)
+        self._polls_with_queue = 0
+
+    def observe(self, at: float, reading: EngineReading) -> EngineCondition:
+        """Take the reading of a page that was read `at` (Unix seconds); says in what state the engine is.
+
+        A page that was seen before, which stands for a tick without a new one, changes nothing.
+        """
+        before = self._reading
+        if self._condition is not None and reading is before and at == self._at:
+            return self._condition
+        if before is not None and has_restarted(before, reading):
+            self._start_afresh()
+            before = None
+        if before is None:
+            self._mix.begin(reading)
+        else:
+            self._mix.observe(max(0.0, at - self._at), before, reading)
+            self._running.observe(before, reading)
+        self._observe_load(at, reading)
+        self._polls_with_queue = self._polls_with_queue + 1 if waiting_for_capacity(reading) else 0
+        self._reading, self._at = reading, at
+        self._condition = self._progress.observe(at, reading)
+        return self._condition
+
+    def _observe_load(self, at: float, reading: EngineReading) -> None:
+        started = reading.time_to_first_token_seconds
+        if started is None or reading.num_requests_running is None or reading.used_blocks is None:
+            return
+        self._load.observe(
+            at,
+            started=started.count,
+            running=reading.num_requests_running,
+            waiting=waiting_for_capacity(reading),
+            used_blocks=reading.used_blocks,
+        )
+
+    def traffic(self, max_model_len: int | None) -> Traffic:
+        """What the readings so far say of the requests."""
+        mix = self._mix.mix(max_model_len)
+        reading = self._reading
+        running = 0 if reading is None else reading.num_requests_running or 0
+        ages = () if mix is None else tuple(self._running.ages(running, mix.output))
+        first_tokens = None if reading is None else reading.time_to_first_token_seconds
+        has_requests = running > 0 or (first_tokens is not None and first_tokens.count > 0)
+        return Traffic(mix, ages, self._polls_with_queue >= _POLLS_OF_A_QUEUE, has_requests)
+
+    def forecast(self, *, usable_blocks: int, blocks_per_request: float, seats: int | None) -> LoadForecast:
+        """How the load of the cache goes on, given what a typical request takes at its most."""
+        return self._load.forecast(usable_blocks=usable_blocks, blocks_per_request=blocks_per_request, max_num_seqs=seats)
