@@ -123,8 +123,8 @@ TARGETS = "targets: [{url: http://a:1}]\n"
         (
             "targets: [{url: http://a:1, zzz: 1}]",
             "/etc/kvcache/config.yml:1: targets[0].zzz: is not a setting; known here: bearer_token_file, ca_file, "
-            "decode_context_parallel_size, dtype, kv_cache_bytes_per_token, max_model_len, max_num_batched_tokens, "
-            "max_num_active_seqs, max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, "
+            "decode_context_parallel_size, dtype, kv_cache_bytes_per_token, max_model_len, max_num_active_seqs, "
+            "max_num_batched_tokens, max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, "
             "tensor_parallel_size, url, watermark",
         ),
         (TARGETS + "nvml: maybe", "/etc/kvcache/config.yml:2: nvml: 'maybe' is neither true nor false"),

@@ -8,9 +8,10 @@ reaches a level that its mean does not. The forecast is the time by which that i
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 # Bins that a window is cut into: enough of them for a test of rank, and each long enough (20 s of 300 s) to hold several
 # residence times, so that neighbours are nearly independent.
@@ -62,8 +63,16 @@ class _Sums:
 
     def add(self, other: _Sums, share: float = 1.0) -> None:
         """Take in `share` of another."""
-        for field in _SUMMED:
-            setattr(self, field, getattr(self, field) + share * getattr(other, field))
+        self.seconds += share * other.seconds
+        self.steps += share * other.steps
+        self.arrived += share * other.arrived
+        self.arrived_squared += share * other.arrived_squared
+        self.started += share * other.started
+        self.used += share * other.used
+        self.used_squared += share * other.used_squared
+        self.running += share * other.running
+        self.running_squared += share * other.running_squared
+        self.used_running += share * other.used_running
 
     @property
     def rate(self) -> float:
@@ -79,9 +88,6 @@ class _Sums:
     def residence(self) -> float:
         """Seconds that a request runs (Little)."""
         return self.running / self.started if self.started > 0 else self.seconds
-
-
-_SUMMED = tuple(field.name for field in fields(_Sums))
 
 
 @dataclass(frozen=True)
@@ -299,7 +305,7 @@ def _trend(at: Sequence[float], values: Sequence[float], significant: float) -> 
     """
     count = len(at)
     slopes = sorted((values[j] - values[i]) / (at[j] - at[i]) for j in range(1, count) for i in range(j))
-    score = sum(slope > 0 for slope in slopes) - sum(slope < 0 for slope in slopes)
+    score = len(slopes) - bisect_right(slopes, 0.0) - bisect_left(slopes, 0.0)
     if abs(score) - 1 < significant * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
         return 0.0
     middle = len(slopes) // 2
