@@ -262,6 +262,19 @@ ENGINE_FAMILIES = (
         is_counter=True,
     ),
     _engine(
+        "kvcache_prefix_cache_hit_ratio",
+        "Share of the prompt tokens of late that was found in the prefix cache and not computed, 0-1 (reported counters). Absent "
+        "before the first prompt, and where the engine does not tell.",
+        lambda engine: None if engine.prefix is None else engine.prefix.hit_ratio,
+    ),
+    _engine(
+        "kvcache_prefix_cache_shared_ratio",
+        "Share of the prompt tokens of late that needed no block, since a running request held it, 0-1 (estimated from what "
+        "running requests hold). Hits on blocks that nobody holds take them off the free ones, and save none. 0 on models whose "
+        "requests need blocks of several groups.",
+        lambda engine: None if engine.prefix is None else engine.prefix.shared_ratio,
+    ),
+    _engine(
         "kvcache_reading_ambiguous",
         "1 when the page held several samples of one gauge for this engine (API-server processes, Ray replicas) and the"
         " largest was taken: an upper bound, not the truth.",

@@ -301,15 +301,17 @@ def _line(bins: Sequence[_Bin], total: _Sums, now: float, significant: float) ->
 def _trend(at: Sequence[float], values: Sequence[float], significant: float) -> float:
     """Median slope between any two values (Theil-Sen) if Kendall's test sees one, else 0.
 
-    Ranks do not care how high a burst is, so one that is short against the window makes no trend.
+    Ranks do not care how high a burst is, so one that is short against the window makes no trend. Of those that pass, the barely
+    significant are the ones that chance has helped most, so what chance explains is taken off (James-Stein).
     """
     count = len(at)
     slopes = sorted((values[j] - values[i]) / (at[j] - at[i]) for j in range(1, count) for i in range(j))
     score = len(slopes) - bisect_right(slopes, 0.0) - bisect_left(slopes, 0.0)
-    if abs(score) - 1 < significant * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
+    deviations = (abs(score) - 1) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18) if count > 1 else 0.0
+    if deviations < significant:
         return 0.0
     middle = len(slopes) // 2
-    return (slopes[middle] + slopes[~middle]) / 2
+    return (slopes[middle] + slopes[~middle]) / 2 * (1 - deviations**-2)
 
 
 def _correlation_seconds(bins: Sequence[_Bin], slope: float, variance: float, width: float) -> float:

@@ -151,10 +151,12 @@ class _Typical:
             return None
         blocks = RequestBlocks(layout)
         prompt = math.ceil(mix.prompt_mean)
-        now = expected_blocks(blocks, mix, traffic.ages, reading.used_blocks or 0, max_model_len)
-        empty = replace(now, running=(0.0,) * len(now.moments))
+        alone = expected_blocks(blocks, mix, (), 0, max_model_len)
+        shared = traffic.prefix.shared_ratio if traffic.prefix is not None and traffic.ages else 0.0
+        beside = replace(mix, prompt_mean=mix.prompt_mean * (1 - shared)) if shared else mix
+        now = expected_blocks(blocks, beside, traffic.ages, reading.used_blocks or 0, max_model_len)
         extra = max(0, layout.reserved_blocks(prompt) - layout.blocks_for_request(prompt))
-        return cls(min(max_model_len, round(mix.mean_tokens)), now, empty, extra)
+        return cls(min(max_model_len, round(mix.mean_tokens)), now, alone, extra)
 
     def fit(self, capacity: Capacity, limits: AdmissionLimits, waiting: int) -> float:
         """Requests that fit into the blocks beside those here; not whole, below 0 when these are too many."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvcache_exporter.engine_state import EngineCondition, ProgressWatch, has_restarted
 from kvcache_exporter.forecast import LoadForecast, LoadHistory
 from kvcache_exporter.limits import waiting_for_capacity
+from kvcache_exporter.prefix_sharing import PrefixSavings, PrefixSharing
 from kvcache_exporter.readings import EngineReading
 from kvcache_exporter.request_mix import RequestMix, RequestMixHistory
 from kvcache_exporter.running_requests import AgeGroup, RunningRequests
@@ -19,7 +20,7 @@ _POLLS_OF_A_QUEUE = 3
 class Traffic:
     """What an engine's past says of its requests. `mix` is None before the first one has finished.
 
-    `has_requests`: one has started at least.
+    `has_requests`: one has started at least. `prefix` is what prefix caching saves, None when nothing was looked up.
     `ages` are the running requests by how far they have come. `queue_stays`: requests have waited at every one of the last polls.
     """
 
@@ -27,6 +28,7 @@ class Traffic:
     ages: tuple[AgeGroup, ...] = ()
     queue_stays: bool = False
     has_requests: bool = False
+    prefix: PrefixSavings | None = None
 
 
 class EngineHistory:
@@ -39,6 +41,8 @@ class EngineHistory:
         self._window_seconds = window_seconds
         self._reading: EngineReading | None = None
         self._at = 0.0
+        self._seconds = 0.0
+        self._is_compared = False
         self._condition: EngineCondition | None = None
         self._start_afresh()
 
@@ -46,6 +50,7 @@ class EngineHistory:
         self._progress = ProgressWatch()
         self._mix = RequestMixHistory(self._window_seconds)
         self._running = RunningRequests()
+        self._prefix = PrefixSharing(self._window_seconds)
         self._load = LoadHistory(self._window_seconds)
         self._polls_with_queue = 0
 
@@ -65,8 +70,11 @@ class EngineHistory:
         else:
             self._mix.observe(max(0.0, at - self._at), before, reading)
             self._running.observe(before, reading)
+            self._prefix.observe(max(0.0, at - self._at), before, reading)
         self._observe_load(at, reading)
         self._polls_with_queue = self._polls_with_queue + 1 if waiting_for_capacity(reading) else 0
+        self._seconds = 0.0 if before is None else max(0.0, at - self._at)
+        self._is_compared = False
         self._reading, self._at = reading, at
         self._condition = self._progress.observe(at, reading)
         return self._condition
@@ -83,15 +91,24 @@ class EngineHistory:
             used_blocks=reading.used_blocks,
         )
 
-    def traffic(self, max_model_len: int | None) -> Traffic:
-        """What the readings so far say of the requests."""
+    def traffic(self, max_model_len: int | None, tokens_per_block: int | None) -> Traffic:
+        """What the readings so far say of the requests.
+
+        `tokens_per_block` is None where a request needs blocks of several groups: what it shares cannot be told there.
+        """
         mix = self._mix.mix(max_model_len)
         reading = self._reading
         running = 0 if reading is None else reading.num_requests_running or 0
         ages = () if mix is None else tuple(self._running.ages(running, mix.output))
+        if mix is not None and reading is not None and tokens_per_block is not None and not self._is_compared:
+            self._is_compared = True
+            if reading.used_blocks is not None:
+                # Half of a request's last block is empty, on average.
+                held = (reading.used_blocks - running / 2) * tokens_per_block
+                self._prefix.compare(self._seconds, mix.prompt_mean, ages, held)
         first_tokens = None if reading is None else reading.time_to_first_token_seconds
         has_requests = running > 0 or (first_tokens is not None and first_tokens.count > 0)
-        return Traffic(mix, ages, self._polls_with_queue >= _POLLS_OF_A_QUEUE, has_requests)
+        return Traffic(mix, ages, self._polls_with_queue >= _POLLS_OF_A_QUEUE, has_requests, self._prefix.savings())
 
     def forecast(self, *, usable_blocks: int, blocks_per_request: float, seats: int | None) -> LoadForecast:
         """How the load of the cache goes on, given what a typical request takes at its most."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcache_exporter.capacity import Capacity
 from kvcache_exporter.headroom import Headroom
 from kvcache_exporter.kv_cache_spec import KVCacheLayout
+from kvcache_exporter.prefix_sharing import PrefixSavings
 from kvcache_exporter.readings import EngineReading, NvmlReading
 
 
@@ -31,6 +32,7 @@ class EngineSnapshot:
     usage_suspect: bool = False
     exhaustion_seconds: float | None = None
     offered_load_ratio: float | None = None
+    prefix: PrefixSavings | None = None
 
 
 @dataclass(frozen=True)

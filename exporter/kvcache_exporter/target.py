@@ -171,6 +171,7 @@ class TargetHistory:
         if capacity is None:
             return snapshot
         limits = _admission_limits(self._config)
+        traffic = history.traffic(max_model_len, None if layout is None else layout.tokens_per_block)
         headroom = headroom_of(
             reading,
             capacity,
@@ -178,10 +179,10 @@ class TargetHistory:
             max_model_len=max_model_len,
             limits=limits,
             request_lengths=self._request_lengths,
-            traffic=history.traffic(max_model_len),
+            traffic=traffic,
             is_serving=condition.state in SERVING_STATES and not condition.usage_suspect,
         )
-        snapshot = replace(snapshot, headroom=headroom)
+        snapshot = replace(snapshot, headroom=headroom, prefix=traffic.prefix)
         typical = headroom.of(TYPICAL_LENGTH)
         if typical is None or typical.remaining is None:
             return snapshot
