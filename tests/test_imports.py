@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "exporter" / "kvcache_exporter"
 # Each layer may import the layers above it here, and itself.
 LAYERS = (
     {"errors", "model_config", "kv_cache_spec", "gpus", "readings", "capacity", "headroom", "plan", "prefix_sharing", "snapshot"}
-    | {"engine_state", "expected_blocks", "forecast", "history", "length_distribution", "limits", "request_mix"}
+    | {"engine_state", "expected_blocks", "forecast", "history", "length_distribution", "limits", "load", "request_mix"}
     | {"running_requests"},
     {"sources", "config", "simulator", "health", "job", "capture"},
     {"target", "poller"},

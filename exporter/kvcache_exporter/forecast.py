@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Bins that a window is cut into: enough of them for a test of rank, and each long enough (20 s of 300 s) to hold several
-# residence times, so that neighbours are nearly independent.
-_BINS = 15
+from kvcache_exporter.load import LoadBin, LoadSums, LoadWindow
+
 # Kendall's score above which a rise or a fall counts, two-sided: chance shows one in 5 % of windows. The newer half of the window
 # is looked at as well, and has to be surer, 1 %, since a second look doubles the chances of seeing what is not there.
 _SIGNIFICANT = 1.96
@@ -46,119 +44,15 @@ class LoadForecast:
     offered_load_ratio: float | None
 
 
-@dataclass
-class _Sums:
-    """Integrals over the observed part of a bin or a window: seconds, requests, block-seconds, request-seconds, and squares."""
-
-    seconds: float = 0.0
-    steps: float = 0.0
-    arrived: float = 0.0
-    arrived_squared: float = 0.0  # per step, over the step's seconds
-    started: float = 0.0
-    used: float = 0.0
-    used_squared: float = 0.0
-    running: float = 0.0
-    running_squared: float = 0.0
-    used_running: float = 0.0
-
-    def add(self, other: _Sums, share: float = 1.0) -> None:
-        """Take in `share` of another."""
-        self.seconds += share * other.seconds
-        self.steps += share * other.steps
-        self.arrived += share * other.arrived
-        self.arrived_squared += share * other.arrived_squared
-        self.started += share * other.started
-        self.used += share * other.used
-        self.used_squared += share * other.used_squared
-        self.running += share * other.running
-        self.running_squared += share * other.running_squared
-        self.used_running += share * other.used_running
-
-    @property
-    def rate(self) -> float:
-        """Requests arriving per second."""
-        return max(self.arrived, 0.0) / self.seconds
-
-    @property
-    def load(self) -> float:
-        """Blocks in use in steady state (Little): arrivals per second times block-seconds for each that started."""
-        return self.rate * self.used / self.started if self.started > 0 else self.used / self.seconds
-
-    @property
-    def residence(self) -> float:
-        """Seconds that a request runs (Little)."""
-        return self.running / self.started if self.started > 0 else self.seconds
-
-
-@dataclass(frozen=True)
-class _Observation:
-    at: float
-    started: int
-    running: int
-    waiting: int
-    used: int
-
-    def since(self, last: _Observation) -> _Sums:
-        """The step from the page before. A gauge is taken to have stood all the step where it stands now."""
-        seconds = self.at - last.at
-        # Who arrives joins the queue, who starts leaves it; who is preempted comes back and leaves it again without starting.
-        arrived = self.started - last.started + self.waiting - last.waiting
-        return _Sums(
-            seconds=seconds,
-            steps=1.0,
-            arrived=arrived,
-            arrived_squared=arrived**2 / seconds,
-            started=self.started - last.started,
-            used=self.used * seconds,
-            used_squared=self.used**2 * seconds,
-            running=self.running * seconds,
-            running_squared=self.running**2 * seconds,
-            used_running=self.used * self.running * seconds,
-        )
-
-
-@dataclass(frozen=True)
-class _Bin:
-    number: int
-    middle: float
-    sums: _Sums
-
-
 class LoadHistory:
-    """What one engine's pages said during the last `window_seconds`, in bins: its size does not depend on how many there were."""
+    """The load of one engine during the last `window_seconds`, and how it goes on. Its size is bounded."""
 
     def __init__(self, window_seconds: float) -> None:
-        self._window = window_seconds
-        self._width = window_seconds / _BINS
-        self._bins: deque[_Bin] = deque()
-        self._last: _Observation | None = None
+        self._window = LoadWindow(window_seconds)
 
     def observe(self, at: float, *, started: int, running: int, waiting: int, used_blocks: int) -> None:
         """Take in a page read at `at` seconds; one not later than the last is ignored. `started` counts first tokens so far."""
-        last, new = self._last, _Observation(at, started, running, waiting, used_blocks)
-        if last is not None and not at > last.at:
-            return
-        self._last = new
-        if last is None:
-            return
-        if at - last.at > self._window / 2:
-            # Two pages say nothing about the course of so long a time, and what lies before it is not the present.
-            self._bins.clear()
-            return
-        self._spread(new.since(last), last.at, new.at)
-
-    def _spread(self, step: _Sums, start: float, end: float) -> None:
-        """Share a step among the bins that it touches, and forget the bins that have left the window."""
-        first, final = math.floor(start / self._width), math.floor(end / self._width)
-        for number in range(first, final + 1):
-            overlap = min(end, (number + 1) * self._width) - max(start, number * self._width)
-            if overlap <= 0:
-                continue
-            if not self._bins or self._bins[-1].number < number:
-                self._bins.append(_Bin(number, (number + 0.5) * self._width, _Sums()))
-            self._bins[-1].sums.add(step, overlap / step.seconds)
-        while self._bins and self._bins[0].number < final - _BINS:
-            self._bins.popleft()
+        self._window.observe(at, started=started, running=running, waiting=waiting, used_blocks=used_blocks)
 
     def forecast(self, *, usable_blocks: int, blocks_per_request: float, max_num_seqs: int | None) -> LoadForecast:
         """What the window's traffic does to `usable_blocks`, where a typical request holds `blocks_per_request` at its peak."""
@@ -167,42 +61,44 @@ class LoadHistory:
             return LoadForecast(None, None)
         level = usable_blocks - blocks_per_request
         return LoadForecast(
-            exhaustion_seconds=_time_to_fill(traffic, level, max_num_seqs, self._window * _HORIZON_WINDOWS),
+            exhaustion_seconds=_time_to_fill(traffic, level, max_num_seqs, self._window.window_seconds * _HORIZON_WINDOWS),
             offered_load_ratio=traffic.load / usable_blocks,
         )
 
     def _traffic(self, blocks_per_request: float) -> _Traffic | None:
         """The window in numbers; None while it is too short for them."""
-        total = _Sums()
-        for b in self._bins:
+        window = self._window
+        now, total = window.last_at, LoadSums()
+        for b in window.bins:
             total.add(b.sums)
-        full = total.seconds >= self._window - self._width
+        full = total.seconds >= window.window_seconds - window.bin_seconds
         settled = total.started >= _FEWEST_REQUESTS and total.seconds >= _RESIDENCES * total.residence
-        if self._last is None or not (full or settled):
+        if now is None or not (full or settled):
             return None
         # The bin that is being filled counts once it holds as much as it lacks.
-        bins = [b for b in self._bins if b.sums.seconds > self._width / 2]
-        load, slope = _line(bins, total, self._last.at, _SIGNIFICANT)
+        bins = [b for b in window.bins if b.sums.seconds > window.bin_seconds / 2]
+        load, slope = _line(bins, total, now, _SIGNIFICANT)
         trend = slope
         half = bins[-(len(bins) // 2) :]
         if len(half) > 1:
             # A load that accelerates (requests stay longer the more run beside them) shows in the newer half first. The sooner
             # forecast wins, so that half a window of calm does not hide what the other half has shown.
-            newer = _Sums()
+            newer = LoadSums()
             for b in half:
                 newer.add(b.sums)
-            recent, rise = _line(half, newer, self._last.at, _SIGNIFICANT_IN_HALF)
-            if rise and recent + rise * self._window > load + slope * self._window:
+            recent, rise = _line(half, newer, now, _SIGNIFICANT_IN_HALF)
+            if rise and recent + rise * window.window_seconds > load + slope * window.window_seconds:
                 load, trend = recent, rise
         variance = max(
             total.used_squared / total.seconds - (total.used / total.seconds) ** 2 - (slope * total.seconds) ** 2 / 12, 0.0
         )
         # A time longer than the window cannot be told from it.
-        swing = min(max(total.residence, _correlation_seconds(bins, slope, variance, self._width)), self._window)
+        swing = min(max(total.residence, _correlation_seconds(bins, slope, variance, window.bin_seconds)), window.window_seconds)
         held = total.used / total.running if total.running > 0 else 0.0
         return _Traffic(
             load=max(load, 0.0),
             slope=trend,
+            watched=total.seconds,
             clump=max(_clump(total, variance, swing), blocks_per_request * _together(total)),
             swing=swing,
             held=held,
@@ -215,12 +111,15 @@ class LoadHistory:
 class _Traffic:
     """The load in blocks now and its change per second; how usage swings around it; and what one running request holds.
 
+    The change is taken to go on for as long as it was `watched`, in seconds, and no longer: what looks like a trend in flat
+    traffic now and then is small, and fills a cache only when it is drawn out far beyond what was seen.
     `clump` is the variance of usage over its mean: the blocks that come and go at once. `swing` is the time in seconds after
     which usage has forgotten where it stood.
     """
 
     load: float
     slope: float
+    watched: float
     clump: float
     swing: float
     held: float
@@ -243,7 +142,7 @@ def _time_to_fill(traffic: _Traffic, level: float, seats: int | None, horizon: f
         most = _passages_per_second(taken, traffic.held_variance * seats / taken if taken else 0.0, level, traffic.swing)
 
     def rate(ahead: float) -> float:
-        mean = traffic.load + traffic.slope * ahead
+        mean = traffic.load + traffic.slope * min(ahead, traffic.watched)
         return min(_passages_per_second(mean, traffic.clump, level, traffic.swing), most)
 
     return _time_to_integral(rate, _PASSAGES, traffic.swing / 4, horizon)
@@ -280,7 +179,7 @@ def _passages_per_second(mean: float, clump: float, level: float, swing: float) 
     return math.exp(min(log_density + math.log(at - mean), 0.0)) / swing
 
 
-def _line(bins: Sequence[_Bin], total: _Sums, now: float, significant: float) -> tuple[float, float]:
+def _line(bins: Sequence[LoadBin], total: LoadSums, now: float, significant: float) -> tuple[float, float]:
     """Load at `now` in blocks and its change per second, which is 0 unless the bins show a trend.
 
     The trend is looked for in the arrivals alone, which their number makes the surest, and in the load, which also sees lengths
@@ -314,7 +213,7 @@ def _trend(at: Sequence[float], values: Sequence[float], significant: float) -> 
     return (slopes[middle] + slopes[~middle]) / 2 * (1 - deviations**-2)
 
 
-def _correlation_seconds(bins: Sequence[_Bin], slope: float, variance: float, width: float) -> float:
+def _correlation_seconds(bins: Sequence[LoadBin], slope: float, variance: float, width: float) -> float:
     """Time over which usage is correlated, by batch means: the variance of the bins' means is 2 x time / width x variance."""
     if len(bins) < 3 or variance <= 0:
         return 0.0
@@ -323,12 +222,12 @@ def _correlation_seconds(bins: Sequence[_Bin], slope: float, variance: float, wi
     return width / 2 * min(sum((m - mean) ** 2 for m in means) / (len(means) - 1) / variance, 1.0)
 
 
-def _clump(total: _Sums, variance: float, swing: float) -> float:
+def _clump(total: LoadSums, variance: float, swing: float) -> float:
     """Variance of usage over its mean, as seen, widened by how little the window tells about the mean itself."""
     return variance / (total.used / total.seconds) * (1 + 2 * swing / total.seconds) if total.used > 0 else 0.0
 
 
-def _together(total: _Sums) -> float:
+def _together(total: LoadSums) -> float:
     """Requests that come at once: the dispersion of arrivals, 1 where each comes independently (Poisson), never taken as less.
 
     Pages tell how many came in a step but not how they were spread over it; at worst, all together.
@@ -339,7 +238,7 @@ def _together(total: _Sums) -> float:
     return max((total.arrived_squared - rate * total.arrived) / (rate * total.steps), 1.0)
 
 
-def _held_variance(total: _Sums, held: float) -> float:
+def _held_variance(total: LoadSums, held: float) -> float:
     """Variance of the blocks of one running request: what usage varies by beyond the number running, over that number."""
     if total.running <= 0:
         return 0.0
