@@ -72,8 +72,8 @@ class ExpectedBlocks:
 
 def moments(output: LengthDistribution) -> tuple[float, ...]:
     """Moments up to the end of the longest output, tokens; among them those from which on requests end."""
-    points = [0.0, _FIRST_MOMENT]
-    while points[-1] < output.longest:
+    points, longest = [0.0, _FIRST_MOMENT], output.longest
+    while points[-1] < longest:
         points.append(max(points[-1] + _FIRST_MOMENT, points[-1] * _MOMENT_RATIO))
     ends = (low for low, share in zip(output.edges, output.shares, strict=False) if share)
     return tuple(sorted({*points, *ends}))
@@ -88,12 +88,13 @@ def expected_blocks(
     """
     points = moments(mix.output)
     per_token = blocks.held(mix.prompt_mean + 1) - blocks.held(mix.prompt_mean)
+    prompt_variance = mix.prompt_variance * per_token * per_token
     request, variance = [], []
     for moment in points:
         alive = mix.output.share_longer(moment)
         held = blocks.held(mix.prompt_mean + moment)
         request.append(alive * held)
-        variance.append(alive * (held * held * (1 - alive) + mix.prompt_variance * per_token * per_token))
+        variance.append(alive * (held * held * (1 - alive) + prompt_variance))
     running = _running(blocks, mix, ages, used_blocks, max_model_len, points)
     return ExpectedBlocks(points, running, tuple(request), tuple(variance))
 

@@ -151,10 +151,13 @@ class _Typical:
             return None
         blocks = RequestBlocks(layout)
         prompt = math.ceil(mix.prompt_mean)
-        alone = expected_blocks(blocks, mix, (), 0, max_model_len)
+        now = expected_blocks(blocks, mix, traffic.ages, reading.used_blocks or 0, max_model_len)
+        alone = replace(now, running=(0.0,) * len(now.running))
         shared = traffic.prefix.shared_ratio if traffic.prefix is not None and traffic.ages else 0.0
-        beside = replace(mix, prompt_mean=mix.prompt_mean * (1 - shared)) if shared else mix
-        now = expected_blocks(blocks, beside, traffic.ages, reading.used_blocks or 0, max_model_len)
+        if shared:
+            # Beside others a request does not need the blocks that they hold for it too.
+            rest = replace(mix, prompt_mean=mix.prompt_mean * (1 - shared))
+            now = replace(expected_blocks(blocks, rest, (), 0, max_model_len), running=now.running)
         extra = max(0, layout.reserved_blocks(prompt) - layout.blocks_for_request(prompt))
         return cls(min(max_model_len, round(mix.mean_tokens)), now, alone, extra)
 

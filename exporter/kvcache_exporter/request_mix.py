@@ -52,7 +52,8 @@ class RequestMix:
         steps = [(step + 0.5) / _STEPS for step in range(_STEPS)]
         outputs = [self.output.quantile(step) for step in steps]
         scale = self.prompt_mean / self.prompt.mean if self.prompt.mean > 0 else 1.0
-        sums = sorted(self.prompt.quantile(step) * scale + output for step in steps for output in outputs)
+        prompts = [self.prompt.quantile(step) * scale for step in steps]
+        sums = sorted(prompt + output for prompt in prompts for output in outputs)
         return sums[min(len(sums) - 1, math.ceil(share * len(sums)) - 1)]
 
 

@@ -55,7 +55,8 @@ class RunningRequests:
         """
         if running <= 0:
             return []
-        self._cohorts = [cohort for cohort in self._cohorts if self._clock_tokens - cohort[0] <= output.longest]
+        oldest = self._clock_tokens - output.longest
+        self._cohorts = [cohort for cohort in self._cohorts if cohort[0] >= oldest]
         groups: dict[int, list[float]] = {}
         for clock, number in self._cohorts:
             age = self._clock_tokens - clock
