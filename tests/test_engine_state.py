@@ -415,4 +415,4 @@ def test_real_engines_are_neither_frozen_nor_suspect(file: Path) -> None:
 
 
 def test_condition_is_a_value() -> None:
-    assert ProgressWatch().observe(0.0, engine()) == EngineCondition(SERVING, usage_suspect=False)
+    assert ProgressWatch().observe(0.0, engine()) == EngineCondition(SERVING, usage_suspect=False, shows_room=True)

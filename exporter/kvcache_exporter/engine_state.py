@@ -33,10 +33,13 @@ class EngineCondition:
     """What an engine is doing: `state` is one of STATES.
 
     `usage_suspect` is set when its usage cannot be true: nothing held while requests run, or a figure that never moves.
+    `shows_room` tells whether blocks that are free on this page are room for requests: the engine serves, and its usage may be
+    true of this page alone too.
     """
 
     state: str
     usage_suspect: bool
+    shows_room: bool
 
 
 class ProgressWatch:
@@ -59,16 +62,16 @@ class ProgressWatch:
         """What the engine is doing, given its next page; `at` is the Unix time of that page."""
         if reading.awake is False:
             self._forget()
-            return EngineCondition(ASLEEP, usage_suspect=False)
+            return EngineCondition(ASLEEP, usage_suspect=False, shows_room=False)
         if self._last is not None and has_restarted(self._last, reading):
             self._forget()
         self._follow_progress(at, reading)
         self._follow_usage(reading)
         self._last = reading
-        return EngineCondition(
-            state=FROZEN if self._is_frozen(at, reading) else _state_of(reading),
-            usage_suspect=self._zero_pages >= _ZERO_PAGES or self._pinned_changes >= _PINNED_CHANGES,
-        )
+        state = FROZEN if self._is_frozen(at, reading) else _state_of(reading)
+        is_suspect = self._zero_pages >= _ZERO_PAGES or self._pinned_changes >= _PINNED_CHANGES
+        shows_room = state in (SERVING, IDLE) and not is_suspect and not self._zero_pages
+        return EngineCondition(state, is_suspect, shows_room)
 
     def _follow_progress(self, at: float, reading: EngineReading) -> None:
         """Count the intervals in which no counter and no gauge moved; one that appears or goes has moved."""

@@ -98,9 +98,10 @@ def headroom_of(
         used = _block_use(reading.used_blocks, capacity, layout)
         free = _block_use(capacity.usable_blocks - reading.used_blocks, capacity, layout) if is_serving else None
     lengths = _lengths(reading, layout, max_model_len, request_lengths)
-    typical = None
+    typical = long_request = None
     if traffic is not None and traffic.mix is not None and layout is not None and max_model_len is not None:
-        lengths.append(_p95_length(traffic.mix, layout, max_model_len))
+        long_request = _p95_length(traffic.mix, layout, max_model_len)
+        lengths.append(long_request)
         typical = _Typical.of(reading, traffic, layout, max_model_len)
     seats = free_seats(reading, limits)
     left = None if free is None else _left_for_others(reading, capacity, free.blocks, lengths, typical, limits, seats)
@@ -117,14 +118,15 @@ def headroom_of(
     binding = None
     if typical is not None:
         fit = None if left is None else typical.fit(capacity, limits, waiting_for_capacity(reading))
-        slots.append(typical.slots(capacity, limits, fit, seats))
-        if fit is not None and traffic is not None and layout is not None:
+        slots.append(typical.slots(capacity, limits, fit, None if seats is None else seats.after(waiting_for_capacity(reading))))
+        if fit is not None and traffic is not None and layout is not None and long_request is not None:
+            most = fullest(typical.beside_running) + limits.watermark_blocks(capacity.usable_blocks)
+            long_requests = long_request.requests_in(math.floor(max(0.0, capacity.usable_blocks - most)))
             binding = binding_limit(
-                by_blocks=max(0, math.floor(fit)),
+                by_blocks=max(0, math.floor(typical.fit(capacity, limits, 0))),
                 seats=seats,
-                queue_stays=traffic.queue_stays,
+                queue_has_room=traffic.queue_stays and long_requests > 0,
                 states_are_most=states_are_most(layout, typical.tokens),
-                is_blocked=fit < 0,
             )
     elif traffic is not None and traffic.has_requests and slots and slots[0].length == MAX_LENGTH:
         # The first ones run: until one has ended, it may be as long as any.
@@ -172,7 +174,7 @@ class _Typical:
             admission_extra=self.admission_extra + limits.watermark_blocks(capacity.usable_blocks),
         )
 
-    def slots(self, capacity: Capacity, limits: AdmissionLimits, fit: float | None, seats: Seats | None) -> RequestSlots:
+    def slots(self, capacity: Capacity, limits: AdmissionLimits, fit: float | None, seats: int | None) -> RequestSlots:
         empty = expected_requests_that_fit(
             self.in_empty_engine,
             capacity.usable_blocks,
@@ -185,7 +187,7 @@ class _Typical:
             length=TYPICAL_LENGTH,
             tokens=self.tokens,
             slots=_at_most(max(0, math.floor(empty)), limits.seats),
-            remaining=None if fit is None else _at_most(max(0, math.floor(fit)), None if seats is None else seats.free),
+            remaining=None if fit is None else _at_most(max(0, math.floor(fit)), seats),
             blocks=max(self.in_empty_engine.request),
         )
 
@@ -271,7 +273,7 @@ def _left_for_others(
     """
     waiting = waiting_for_capacity(reading)
     free_now = max(0, free_blocks - limits.watermark_blocks(capacity.usable_blocks))
-    free = None if seats is None else seats.free
+    free = None if seats is None else seats.after(waiting)
     if typical is not None:
         later = math.floor(capacity.usable_blocks - typical.most_blocks(waiting))
         return _Left(max(0, min(free_now, later)), free)
@@ -287,9 +289,7 @@ def _limit_at_max(longest: _Length, left: _Left, seats: Seats | None) -> str | N
     """The limit for requests of max_model_len, before anything is known of those that come; None when that is not known."""
     if longest.name != MAX_LENGTH:
         return None
-    return binding_limit(
-        by_blocks=longest.requests_in(left.blocks), seats=seats, queue_stays=False, states_are_most=False, is_blocked=False
-    )
+    return binding_limit(by_blocks=longest.requests_in(left.blocks), seats=seats, queue_has_room=False, states_are_most=False)
 
 
 def _at_most(slots: int, limit: int | None) -> int:

@@ -41,22 +41,26 @@ class AdmissionLimits:
 
 @dataclass(frozen=True)
 class Seats:
-    """Seats that are free once everyone who waits has one: `free` as it is, `free_without_deferred` if nobody were deferred.
+    """Seats that neither running nor deferred requests hold, and the number of deferred ones.
 
     Deferred requests (waiting for a KV transfer or a LoRA slot) hold seats: vLLM's scheduler admits none while running and
     deferred ones add up to max_num_seqs.
     """
 
     free: int
-    free_without_deferred: int
+    deferred: int
+
+    def after(self, waiting: int) -> int:
+        """Seats that are left once everyone who waits has one, not below 0."""
+        return max(0, self.free - waiting)
 
 
 def free_seats(reading: EngineReading, limits: AdmissionLimits) -> Seats | None:
-    """Seats for further requests, not below 0; None when the number of seats or of running requests is not known."""
+    """The seats of an engine; None when the number of seats or of running requests is not known."""
     if limits.seats is None or reading.num_requests_running is None:
         return None
-    left = limits.seats - reading.num_requests_running - waiting_for_capacity(reading)
-    return Seats(max(0, left - deferred(reading)), max(0, left))
+    deferred = reading.num_requests_waiting_by_reason.get("deferred", 0)
+    return Seats(max(0, limits.seats - reading.num_requests_running - deferred), deferred)
 
 
 def waiting_for_capacity(reading: EngineReading) -> int:
@@ -64,27 +68,20 @@ def waiting_for_capacity(reading: EngineReading) -> int:
     return reading.num_requests_waiting_by_reason.get("capacity", reading.num_requests_waiting or 0)
 
 
-def deferred(reading: EngineReading) -> int:
-    """Requests that wait for something else: a KV transfer, a LoRA slot."""
-    return reading.num_requests_waiting_by_reason.get("deferred", 0)
+def binding_limit(*, by_blocks: int, seats: Seats | None, queue_has_room: bool, states_are_most: bool) -> str | None:
+    """The limit that a growing load meets first, or that the queue waits for; None when that cannot be told.
 
-
-def binding_limit(
-    *, by_blocks: int, seats: Seats | None, queue_stays: bool, states_are_most: bool, is_blocked: bool
-) -> str | None:
-    """The limit that a growing load meets first; None when that cannot be told.
-
-    `by_blocks` further requests fit into the blocks. A queue that stays (`queue_stays`) although there are blocks and seats for
-    it waits for the engine's speed; without a known number of seats it may as well wait for a seat. `is_blocked`: the blocks do
-    not hold those that are here.
+    `by_blocks` further requests fit into the blocks beside those that run, the queue not counted. `queue_has_room`: one stays
+    although a long request would find blocks. Then it waits for the engine's speed, or for a seat.
     """
-    if queue_stays and by_blocks > 0 and not is_blocked:
+    if queue_has_room:
         if seats is None:
             return None
         if seats.free > 0:
             return COMPUTE
     if seats is not None and seats.free < by_blocks:
-        return DEFERRED if seats.free_without_deferred >= by_blocks else MAX_NUM_SEQS
+        is_deferred = seats.deferred > 0 and (seats.free == 0 or seats.free + seats.deferred >= by_blocks)
+        return DEFERRED if is_deferred else MAX_NUM_SEQS
     return STATE_SLOTS if states_are_most else KV_BLOCKS
 
 

@@ -28,9 +28,6 @@ from kvcache_exporter.sources.vllm import VllmClient
 CONFIGURED = "configured"
 ASSUMED = "assumed"
 
-# States in which free blocks are room for requests.
-SERVING_STATES = ("serving", "idle")
-
 SOURCE_PAGE = "vllm"
 SOURCE_MODELS = "vllm_models"
 SOURCE_VERSION = "vllm_version"
@@ -180,11 +177,11 @@ class TargetHistory:
             limits=limits,
             request_lengths=self._request_lengths,
             traffic=traffic,
-            is_serving=condition.state in SERVING_STATES and not condition.usage_suspect,
+            is_serving=condition.shows_room,
         )
         snapshot = replace(snapshot, headroom=headroom, prefix=traffic.prefix)
         typical = headroom.of(TYPICAL_LENGTH)
-        if typical is None or typical.remaining is None:
+        if traffic.mix is None or typical is None or typical.remaining is None:
             return snapshot
         forecast = history.forecast(usable_blocks=capacity.usable_blocks, blocks_per_request=typical.blocks, seats=limits.seats)
         is_full = typical.remaining == 0 and headroom.binding_limit in MEMORY_LIMITS

@@ -144,10 +144,13 @@ class _Engine:
 
     def add(self, name: str, labels: Mapping[str, str], value: float | None) -> None:
         if name == "engine_sleep_state":
-            self.sleep_state[labels.get("sleep_state", "")] = value
+            state = labels.get("sleep_state", "")
+            self.sleep_state[state] = _larger(self.sleep_state.get(state), value)
         elif name == "num_requests_waiting_by_reason":
             if value is not None:
-                self.waiting_by_reason[labels.get("reason", "")] = round(value)
+                reason = labels.get("reason", "")
+                self.ambiguous |= reason in self.waiting_by_reason
+                self.waiting_by_reason[reason] = max(round(value), self.waiting_by_reason.get(reason, 0))
         elif name == "request_success":
             reason = labels.get("finished_reason", "")
             self.success_by_reason[reason] = _larger(self.success_by_reason.get(reason), value)
