@@ -26,7 +26,7 @@ from kvcache_exporter.engine_state import (
     has_restarted,
 )
 from kvcache_exporter.readings import EngineReading, Histogram
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 from lab import capture
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -17,7 +17,7 @@ from kvcache_exporter.config import TargetConfig
 from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import ServedModel
 from kvcache_exporter.snapshot import Snapshot
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
 from lab import DATA, TINY_GEMMA3, TINY_LLAMA, capture
 

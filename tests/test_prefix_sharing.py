@@ -14,7 +14,7 @@ from kvcache_exporter.history import EngineHistory
 from kvcache_exporter.prefix_sharing import PrefixSavings, PrefixSharing
 from kvcache_exporter.readings import EngineReading
 from kvcache_exporter.running_requests import AgeGroup
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 
 SERIES = Path(__file__).parent.parent.parent / "shared" / "captures" / "series" / "prefix-hits.metrics.jsonl.gz"
 

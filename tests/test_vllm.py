@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from kvcache_exporter.readings import EngineReading, Histogram, ServedModel
-from kvcache_exporter.sources.vllm import parse_metrics, parse_models
+from kvcache_exporter.sources.vllm import parse_models
+from kvcache_exporter.sources.vllm_page import parse_metrics
 from lab import capture
 
 

@@ -19,7 +19,7 @@ from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import PageReading
 from kvcache_exporter.snapshot import EngineSnapshot
 from kvcache_exporter.sources.model_files import load_config_json
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
 
 _PREFIX = "kvcache_"

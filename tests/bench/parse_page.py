@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 from lab import capture
 
 PAGES = ("0.32.0_idle", "0.32.0_nearfull_waiting", "0.32.0_run3_dp2_loaded")

@@ -30,7 +30,7 @@ from kvcache_exporter.capture import read_capture
 from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import EngineReading, Histogram, PageReading, ServedModel
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
 from lab import TINY_LLAMA, capture
 

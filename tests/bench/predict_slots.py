@@ -37,7 +37,7 @@ from typing import Any
 
 from kvcache_exporter.capture import CapturedPoll, read_capture
 from kvcache_exporter.replay import Replay, subject_of_file
-from kvcache_exporter.sources.vllm import parse_metrics
+from kvcache_exporter.sources.vllm_page import parse_metrics
 
 _WARNING_SECONDS = 300.0
 _MISSED_SHARE = 0.1
