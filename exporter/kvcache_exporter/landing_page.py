@@ -73,7 +73,7 @@ def _engine_row(target: TargetSnapshot, engine: EngineSnapshot) -> str:
 
 def _of_length(slots: RequestSlots) -> str:
     tokens = "" if slots.tokens is None else f"{slots.tokens} tokens"
-    named = {TYPICAL_LENGTH: "typical", P95_LENGTH: "long (p95)", MAX_LENGTH: "of the longest"}.get(slots.length)
+    named = {TYPICAL_LENGTH: "typical", P95_LENGTH: "long (p95)", MAX_LENGTH: "longest"}.get(slots.length)
     return f"of {tokens}" if named is None else f"{named}, {tokens}" if tokens else named
 
 
