@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.headroom import Headroom, headroom_of
+from kvcache_exporter.history import EngineHistory
 from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache_layout
 from kvcache_exporter.limits import AdmissionLimits
 from kvcache_exporter.model_config import parse_model_config
-from kvcache_exporter.readings import EngineReading
+from kvcache_exporter.readings import EngineReading, Histogram
 from lab import LLAMA_8B
 
 LAYOUT = kv_cache_layout(parse_model_config(LLAMA_8B), EngineConfig(block_size=16))
@@ -144,3 +146,19 @@ def test_remaining_requests_fit_and_one_more_does_not(usable: int, usage: float,
     assert entry.remaining is not None
     assert used + entry.remaining * blocks <= usable < used + (entry.remaining + 1) * blocks
     assert entry.remaining <= entry.slots
+
+
+def test_nothing_fits_behind_a_queue_of_which_nobody_starts() -> None:
+    """First come, first served: 200 free blocks are no room while the one at the head waits for 300."""
+    history, first_tokens = EngineHistory(300.0), Histogram((1.0,), (9, 9), 3.0)
+    waiting = reading(used=800, num_requests_running=4, num_requests_waiting=1, time_to_first_token_seconds=first_tokens)
+    free = []
+    for at, engine in (
+        (0.0, waiting),
+        (5.0, replace(waiting, generation_tokens=20)),
+        (10.0, replace(waiting, num_requests_waiting=0)),
+    ):
+        history.observe(at, engine)
+        result = headroom(engine, max_num_seqs=32, max_model_len=1600, request_lengths=(16,), traffic=history.traffic(1600, 16))
+        free.append(slots(result)["16"][1])
+    assert free == [28 - 1, 0, 28]

@@ -133,6 +133,9 @@ def headroom_of(
         slots.append(replace(slots[0], length=TYPICAL_LENGTH))
     if typical is None and left is not None and lengths:
         binding = _limit_at_max(lengths[0], left, seats)
+    if traffic is not None and traffic.queue_is_stuck:
+        # First come, first served: whoever comes waits behind those who wait, however short it is.
+        slots = [entry if entry.remaining is None else replace(entry, remaining=0) for entry in slots]
     slots.sort(key=lambda entry: _ORDER.get(entry.length, len(_ORDER)))
     return Headroom(used=used, free=free, slots=tuple(slots), binding_limit=binding)
 

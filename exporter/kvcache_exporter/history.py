@@ -21,12 +21,14 @@ class Traffic:
     """What an engine's past says of its requests. `mix` is None before the first one has finished.
 
     `has_requests`: one has started at least. `prefix` is what prefix caching saves, None when nothing was looked up.
-    `ages` are the running requests by how far they have come. `queue_stays`: requests have waited at every one of the last polls.
+    `ages` are the running requests by how far they have come. `queue_stays`: requests have waited at every one of the last polls;
+    `queue_is_stuck`: and since the last poll none of them has started.
     """
 
     mix: RequestMix | None = None
     ages: tuple[AgeGroup, ...] = ()
     queue_stays: bool = False
+    queue_is_stuck: bool = False
     has_requests: bool = False
     prefix: PrefixSavings | None = None
 
@@ -43,6 +45,7 @@ class EngineHistory:
         self._at = 0.0
         self._seconds = 0.0
         self._is_compared = False
+        self._is_stuck = False
         self._condition: EngineCondition | None = None
         self._start_afresh()
 
@@ -73,11 +76,20 @@ class EngineHistory:
             self._prefix.observe(max(0.0, at - self._at), before, reading)
         self._observe_load(at, reading)
         self._polls_with_queue = self._polls_with_queue + 1 if waiting_for_capacity(reading) else 0
+        self._is_stuck = before is not None and self._nobody_started(before, reading)
         self._seconds = 0.0 if before is None else max(0.0, at - self._at)
         self._is_compared = False
         self._reading, self._at = reading, at
         self._condition = self._progress.observe(at, reading)
         return self._condition
+
+    @staticmethod
+    def _nobody_started(before: EngineReading, after: EngineReading) -> bool:
+        """Whether requests waited on both pages and none of them got its first token in between."""
+        earlier, later = before.time_to_first_token_seconds, after.time_to_first_token_seconds
+        if earlier is None or later is None or earlier.count != later.count:
+            return False
+        return waiting_for_capacity(before) > 0 and waiting_for_capacity(after) > 0
 
     def _observe_load(self, at: float, reading: EngineReading) -> None:
         started = reading.time_to_first_token_seconds
@@ -108,7 +120,14 @@ class EngineHistory:
                 self._prefix.compare(self._seconds, mix.prompt_mean, ages, held)
         first_tokens = None if reading is None else reading.time_to_first_token_seconds
         has_requests = running > 0 or (first_tokens is not None and first_tokens.count > 0)
-        return Traffic(mix, ages, self._polls_with_queue >= _POLLS_OF_A_QUEUE, has_requests, self._prefix.savings())
+        return Traffic(
+            mix=mix,
+            ages=ages,
+            queue_stays=self._polls_with_queue >= _POLLS_OF_A_QUEUE,
+            queue_is_stuck=self._is_stuck,
+            has_requests=has_requests,
+            prefix=self._prefix.savings(),
+        )
 
     def forecast(self, *, usable_blocks: int, blocks_per_request: float, seats: int | None) -> LoadForecast:
         """How the load of the cache goes on, given what a typical request takes at its most."""
