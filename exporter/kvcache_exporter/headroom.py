@@ -98,41 +98,22 @@ def headroom_of(
         used = _block_use(reading.used_blocks, capacity, layout)
         free = _block_use(capacity.usable_blocks - reading.used_blocks, capacity, layout) if is_serving else None
     lengths = _lengths(reading, layout, max_model_len, request_lengths)
-    typical = long_request = None
+    typical = None
     if traffic is not None and traffic.mix is not None and layout is not None and max_model_len is not None:
-        long_request = _p95_length(traffic.mix, layout, max_model_len)
-        lengths.append(long_request)
-        typical = _Typical.of(reading, traffic, layout, max_model_len)
+        typical = _Typical.of(reading, traffic, traffic.mix, layout, max_model_len)
+        lengths.append(typical.long_request)
     seats = free_seats(reading, limits)
     left = None if free is None else _left_for_others(reading, capacity, free.blocks, lengths, typical, limits, seats)
-    slots = [
-        RequestSlots(
-            length=length.name,
-            tokens=length.tokens,
-            slots=_at_most(length.requests_in(capacity.usable_blocks), limits.seats),
-            remaining=None if left is None else _at_most(length.requests_in(left.blocks), left.seats),
-            blocks=length.held,
-        )
-        for length in lengths
-    ]
+    slots = [_slots(length, capacity, limits, left) for length in lengths]
     binding = None
     if typical is not None:
-        fit = None if left is None else typical.fit(capacity, limits, waiting_for_capacity(reading))
-        slots.append(typical.slots(capacity, limits, fit, None if seats is None else seats.after(waiting_for_capacity(reading))))
-        if fit is not None and traffic is not None and layout is not None and long_request is not None:
-            most = fullest(typical.beside_running) + limits.watermark_blocks(capacity.usable_blocks)
-            long_requests = long_request.requests_in(math.floor(max(0.0, capacity.usable_blocks - most)))
-            binding = binding_limit(
-                by_blocks=max(0, math.floor(typical.fit(capacity, limits, 0))),
-                seats=seats,
-                queue_has_room=traffic.queue_stays and long_requests > 0,
-                states_are_most=states_are_most(layout, typical.tokens),
-            )
-    elif traffic is not None and traffic.has_requests and slots and slots[0].length == MAX_LENGTH:
-        # The first ones run: until one has ended, it may be as long as any.
-        slots.append(replace(slots[0], length=TYPICAL_LENGTH))
-    if typical is None and left is not None and lengths:
-        binding = _limit_at_max(lengths[0], left, seats)
+        slots.append(typical.slots(capacity, limits, left))
+        binding = None if left is None else typical.binding_limit(capacity, limits, seats)
+    elif lengths and lengths[0].name == MAX_LENGTH:
+        if traffic is not None and traffic.has_requests:
+            # The first ones run: until one has ended, it may be as long as any.
+            slots.append(replace(slots[0], length=TYPICAL_LENGTH))
+        binding = None if left is None else _limit_at_max(lengths[0], left, seats)
     if traffic is not None and traffic.queue_is_stuck:
         # First come, first served: whoever comes waits behind those who wait, however short it is.
         slots = [entry if entry.remaining is None else replace(entry, remaining=0) for entry in slots]
@@ -140,22 +121,33 @@ def headroom_of(
     return Headroom(used=used, free=free, slots=tuple(slots), binding_limit=binding)
 
 
+def _slots(length: _Length, capacity: Capacity, limits: AdmissionLimits, left: _Left | None) -> RequestSlots:
+    return RequestSlots(
+        length=length.name,
+        tokens=length.tokens,
+        slots=_at_most(length.requests_in(capacity.usable_blocks), limits.seats),
+        remaining=None if left is None else _at_most(length.requests_in(left.blocks), left.seats),
+        blocks=length.held,
+    )
+
+
 @dataclass(frozen=True)
 class _Typical:
     """A typical request, and what it meets: the blocks of those that run, now and later, and its own."""
 
     tokens: int
+    long_request: _Length
     beside_running: ExpectedBlocks
     in_empty_engine: ExpectedBlocks
     admission_extra: float
+    waiting: int
+    queue_stays: bool
+    states_are_most: bool
 
     @classmethod
-    def of(cls, reading: EngineReading, traffic: Traffic, layout: KVCacheLayout, max_model_len: int) -> _Typical | None:
-        mix = traffic.mix
-        if mix is None:
-            return None
+    def of(cls, reading: EngineReading, traffic: Traffic, mix: RequestMix, layout: KVCacheLayout, max_model_len: int) -> _Typical:
         blocks = RequestBlocks(layout)
-        prompt = math.ceil(mix.prompt_mean)
+        prompt, tokens = math.ceil(mix.prompt_mean), min(max_model_len, round(mix.mean_tokens))
         now = expected_blocks(blocks, mix, traffic.ages, reading.used_blocks or 0, max_model_len)
         alone = replace(now, running=(0.0,) * len(now.running))
         shared = traffic.prefix.shared_ratio if traffic.prefix is not None and traffic.ages else 0.0
@@ -163,42 +155,57 @@ class _Typical:
             # Beside others a request does not need the blocks that they hold for it too.
             rest = replace(mix, prompt_mean=mix.prompt_mean * (1 - shared))
             now = replace(expected_blocks(blocks, rest, (), 0, max_model_len), running=now.running)
-        extra = max(0, layout.reserved_blocks(prompt) - layout.blocks_for_request(prompt))
-        return cls(min(max_model_len, round(mix.mean_tokens)), now, alone, extra)
+        return cls(
+            tokens=tokens,
+            long_request=_p95_length(mix, layout, max_model_len),
+            beside_running=now,
+            in_empty_engine=alone,
+            admission_extra=max(0, layout.reserved_blocks(prompt) - layout.blocks_for_request(prompt)),
+            waiting=waiting_for_capacity(reading),
+            queue_stays=traffic.queue_stays,
+            states_are_most=states_are_most(layout, tokens),
+        )
 
-    def fit(self, capacity: Capacity, limits: AdmissionLimits, waiting: int) -> float:
-        """Requests that fit into the blocks beside those here; not whole, below 0 when these are too many."""
-        return expected_requests_that_fit(
-            self.beside_running,
+    def fit(self, expected: ExpectedBlocks, capacity: Capacity, limits: AdmissionLimits, *, waiting: int) -> int:
+        """Requests that fit into the blocks beside those here, `waiting` ones served first; at least 0."""
+        number = expected_requests_that_fit(
+            expected,
             capacity.usable_blocks,
             waiting=waiting,
             queue_spread=_QUEUE_SPREAD,
             cost_factor=1 + _MARGIN,
             admission_extra=self.admission_extra + limits.watermark_blocks(capacity.usable_blocks),
         )
+        return max(0, math.floor(number))
 
-    def slots(self, capacity: Capacity, limits: AdmissionLimits, fit: float | None, seats: int | None) -> RequestSlots:
-        empty = expected_requests_that_fit(
-            self.in_empty_engine,
-            capacity.usable_blocks,
-            waiting=0,
-            queue_spread=0.0,
-            cost_factor=1 + _MARGIN,
-            admission_extra=self.admission_extra + limits.watermark_blocks(capacity.usable_blocks),
-        )
+    def slots(self, capacity: Capacity, limits: AdmissionLimits, left: _Left | None) -> RequestSlots:
+        remaining = None
+        if left is not None:
+            remaining = _at_most(self.fit(self.beside_running, capacity, limits, waiting=self.waiting), left.seats)
         return RequestSlots(
             length=TYPICAL_LENGTH,
             tokens=self.tokens,
-            slots=_at_most(max(0, math.floor(empty)), limits.seats),
-            remaining=None if fit is None else _at_most(max(0, math.floor(fit)), seats),
+            slots=_at_most(self.fit(self.in_empty_engine, capacity, limits, waiting=0), limits.seats),
+            remaining=remaining,
             blocks=max(self.in_empty_engine.request),
         )
 
-    def most_blocks(self, waiting: int) -> float:
+    def binding_limit(self, capacity: Capacity, limits: AdmissionLimits, seats: Seats | None) -> str | None:
+        """What a growing load meets first, or what the queue that stays waits for."""
+        beside_running = capacity.usable_blocks - fullest(self.beside_running) - limits.watermark_blocks(capacity.usable_blocks)
+        has_room = self.long_request.requests_in(math.floor(max(0.0, beside_running))) > 0
+        return binding_limit(
+            by_blocks=self.fit(self.beside_running, capacity, limits, waiting=0),
+            seats=seats,
+            queue_has_room=self.queue_stays and has_room,
+            states_are_most=self.states_are_most,
+        )
+
+    def most_blocks(self) -> float:
         """Most blocks that those here, the queue served, hold at any moment."""
         request = max(self.in_empty_engine.request)
         spread = math.sqrt(max(self.in_empty_engine.request_variance))
-        queue = waiting * request + _QUEUE_SPREAD * math.sqrt(waiting) * spread
+        queue = self.waiting * request + _QUEUE_SPREAD * math.sqrt(self.waiting) * spread
         return fullest(self.beside_running) + queue
 
 
@@ -278,7 +285,7 @@ def _left_for_others(
     free_now = max(0, free_blocks - limits.watermark_blocks(capacity.usable_blocks))
     free = None if seats is None else seats.after(waiting)
     if typical is not None:
-        later = math.floor(capacity.usable_blocks - typical.most_blocks(waiting))
+        later = math.floor(capacity.usable_blocks - typical.most_blocks())
         return _Left(max(0, min(free_now, later)), free)
     if not waiting:
         return _Left(free_now, free)
@@ -289,9 +296,7 @@ def _left_for_others(
 
 
 def _limit_at_max(longest: _Length, left: _Left, seats: Seats | None) -> str | None:
-    """The limit for requests of max_model_len, before anything is known of those that come; None when that is not known."""
-    if longest.name != MAX_LENGTH:
-        return None
+    """The limit for requests of max_model_len, before anything is known of those that come."""
     return binding_limit(by_blocks=longest.requests_in(left.blocks), seats=seats, queue_has_room=False, states_are_most=False)
 
 
