@@ -31,7 +31,6 @@ class RequestBlocks:
     """
 
     def __init__(self, layout: KVCacheLayout) -> None:
-        self._layout = layout
         self._per_block = layout.tokens_per_block
         self._step = layout.tokens_per_block or layout.block_size
         self._at = lru_cache(4096)(layout.blocks_for_request)

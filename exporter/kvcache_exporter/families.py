@@ -140,7 +140,7 @@ ENGINE_FAMILIES = (
     _engine(
         "kvcache_headroom_blocks",
         "Blocks that no live request holds; cached prefixes that nobody uses count as free, as in vLLM. Absent when "
-        "usage is, or when the engine sleeps.",
+        "usage is, when the engine sleeps or is frozen, and when its usage cannot be true.",
         _use("free", "blocks"),
     ),
     _engine(

@@ -24,6 +24,8 @@ _CHECKS_PER_WINDOW = 64
 _EVEN_TRUST = 0.3
 # What an engine did before the exporter came counts as this many requests: a start, not a weight.
 _REQUESTS_BEFORE = 20.0
+# Prompts and outputs that stand for their distributions where the two are added up.
+_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,6 @@ class RequestMix:
         prompts = [self.prompt.quantile(step) * scale for step in steps]
         sums = sorted(prompt + output for prompt in prompts for output in outputs)
         return sums[min(len(sums) - 1, math.ceil(share * len(sums)) - 1)]
-
-
-_STEPS = 20
 
 
 @dataclass(frozen=True)
