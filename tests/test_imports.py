@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "exporter" / "kvcache_exporter"
 
 # Each layer may import the layers above it here, and itself.
 LAYERS = (
-    {"errors", "model_config", "kv_cache_spec", "gpus", "readings", "capacity", "headroom", "plan", "prefix_sharing", "snapshot"}
+    {"errors", "model_config", "kv_cache_spec", "gpus", "gpu_reading", "readings", "capacity", "headroom", "plan", "snapshot"}
     | {"engine_state", "expected_blocks", "forecast", "history", "length_distribution", "limits", "load", "request_mix"}
-    | {"running_requests"},
+    | {"running_requests", "prefix_sharing", "visible_devices", "gpu_owners", "gpu_memory", "memory_bandwidth", "weights"},
     {"sources", "config", "simulator", "health", "job", "capture"},
-    {"target", "poller"},
+    {"target", "node_gpus", "poller"},
     {"collector", "families", "landing_page", "live_view", "logs", "server"},
     {"serve", "demo", "replay"},
     {"cli", "cli_plan", "cli_replay", "__main__"},
@@ -31,7 +31,10 @@ EDGES_OUT = {"collector", "families", "landing_page", "live_view", "server"}
 THIRD_PARTY = {
     "click": {"cli", "cli_plan", "cli_replay"},
     "prometheus_client": {"collector", "families", "server", "serve"},
-    "pynvml": {"sources.nvml"},
+    "google": {"sources.pod_resources"},
+    "grpc": {"sources.pod_resources"},
+    "psutil": {"sources.processes"},
+    "pynvml": {"sources.nvml", "sources.nvml.device", "sources.nvml.errors", "sources.nvml.events"},
     "requests": {"sources.http"},
     "urllib3": {"sources.http"},
     "yaml": {"config"},

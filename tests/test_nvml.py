@@ -16,7 +16,7 @@ import pytest
 
 from fake_nvml import FakeNvml, Step, load_steps
 from kvcache_exporter.errors import SourceError
-from kvcache_exporter.readings import GpuReading
+from kvcache_exporter.gpu_reading import GpuReading
 from kvcache_exporter.sources.nvml import NvmlSource
 
 CASES = Path(__file__).with_name("data") / "cases"

@@ -9,7 +9,7 @@ import pytest
 
 from fake_nvml import FakeNvml, load_steps
 from kvcache_exporter.config import TargetConfig
-from kvcache_exporter.readings import GpuReading, NvmlReading
+from kvcache_exporter.gpu_reading import GpuReading, NvmlReading
 from kvcache_exporter.sources.nvml import NoNvmlLibraryError, NvmlSource
 from lab import CASES, Lab, Upstream, lab_for
 

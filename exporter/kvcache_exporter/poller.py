@@ -15,9 +15,10 @@ from typing import Protocol
 from kvcache_exporter.capture import Recorder
 from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.errors import SourceError
+from kvcache_exporter.gpu_reading import NvmlReading
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.job import Job
-from kvcache_exporter.readings import NvmlReading, PageReading
+from kvcache_exporter.readings import PageReading
 from kvcache_exporter.snapshot import Snapshot, TargetSnapshot
 from kvcache_exporter.sources.http import HttpClient, HttpOptions
 from kvcache_exporter.sources.nvml import NoNvmlLibraryError

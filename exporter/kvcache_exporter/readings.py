@@ -101,29 +101,3 @@ class ServedModel:
     model_name: str | None = None
     max_model_len: int | None = None
     root: str | None = None
-
-
-@dataclass(frozen=True)
-class GpuReading:
-    """One GPU as NVML reports it.
-
-    `memory_used_bytes` excludes the driver's reserved part when `memory_reserved_bytes` is known (NVML memory v2), and includes
-    it when that is None (v1). A GPU that was seen before and no longer answers has `lost` set and no memory figures.
-    """
-
-    uuid: str
-    index: int | None = None
-    name: str | None = None
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    memory_reserved_bytes: int | None = None
-    lost: bool = False
-
-
-@dataclass(frozen=True)
-class NvmlReading:
-    """All GPUs of this machine at one moment; `device_errors` counts failed device calls by NVML error name in lower case."""
-
-    gpus: tuple[GpuReading, ...]
-    driver_version: str | None = None
-    device_errors: Mapping[str, int] = field(default_factory=lambda: _NO_COUNTS)

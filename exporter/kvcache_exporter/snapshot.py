@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcache_exporter.capacity import Capacity
+from kvcache_exporter.gpu_reading import NvmlReading
 from kvcache_exporter.headroom import Headroom
 from kvcache_exporter.kv_cache_spec import KVCacheLayout
 from kvcache_exporter.prefix_sharing import PrefixSavings
-from kvcache_exporter.readings import EngineReading, NvmlReading
+from kvcache_exporter.readings import EngineReading
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache_exporter.readings import GpuReading, NvmlReading
+from kvcache_exporter.gpu_reading import GpuReading, NvmlReading
 
 LLAMA_3_1_8B_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,7 +15,7 @@ from typing import Any
 import pynvml  # type: ignore[import-untyped]
 
 from kvcache_exporter.errors import SourceError
-from kvcache_exporter.readings import GpuReading, NvmlReading
+from kvcache_exporter.gpu_reading import GpuReading, NvmlReading
 
 _ERROR_NAMES: dict[int, str] = {
     code: constant.removeprefix("NVML_ERROR_").lower()
