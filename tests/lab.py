@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_exporter.collector import STALE_INTERVALS, KVCacheCollector
 from kvcache_exporter.config import Config, TargetConfig
-from kvcache_exporter.poller import GpuSource, Poller
+from kvcache_exporter.node_gpus import GpuSource, GpuSources, PodResourcesSource, ProcessSource
+from kvcache_exporter.poller import Poller
 
 DATA = Path(__file__).with_name("data")
 CASES = DATA / "cases"
@@ -138,12 +139,21 @@ class Clock:
 
 
 class Lab:
-    """The real poller and collector for some targets."""
+    """The real poller and collector for some targets. `gpus` reads GPUs, `show_gpus` are those to show; the rest is Config's."""
 
-    def __init__(self, *targets: TargetConfig, gpus: GpuSource | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *targets: TargetConfig,
+        gpus: GpuSource | None = None,
+        processes: ProcessSource | None = None,
+        pod_resources: PodResourcesSource | None = None,
+        show_gpus: tuple[str, ...] | None = None,
+        **settings: Any,
+    ) -> None:
         self.clock = Clock()
-        self.config = Config(targets=targets, **{"poll_timeout_seconds": 1.0, **settings})
-        self.poller = Poller(self.config, clock=self.clock, gpus=gpus)
+        self.config = Config(targets=targets, gpus=show_gpus, **{"poll_timeout_seconds": 1.0, **settings})
+        sources = None if gpus is None else GpuSources(gpus, processes, pod_resources)
+        self.poller = Poller(self.config, clock=self.clock, gpus=sources)
         self.registry = CollectorRegistry()
         stale_seconds = STALE_INTERVALS * self.config.poll_interval_seconds
         self.registry.register(KVCacheCollector(self.poller.latest, clock=self.clock, stale_seconds=stale_seconds))
@@ -164,9 +174,8 @@ class Lab:
         for family in text_string_to_metric_families(self.text()):
             for sample in family.samples:
                 labels = dict(sample.labels)
-                labels.pop("target", None)
                 if sample.name == name and all(labels.get(key) == value for key, value in only.items()):
-                    key = tuple(sorted((k, v) for k, v in labels.items() if k not in only))
+                    key = tuple(sorted((k, v) for k, v in labels.items() if k not in only and k != "target"))
                     assert key not in found, f"two samples of {name} with labels {key}"
                     found[key] = sample.value
         return found

@@ -100,7 +100,7 @@ def test_sigterm_ends_it_while_nvml_hangs(upstream: Upstream, fake_nvml: FakeNvm
     address = f"127.0.0.1:{free_port()}"
     arguments = ("serve", "--vllm-url", upstream.url, "--listen-address", address)
     with started(*arguments, env=fake_nvml.environment()) as process:
-        wait_until(lambda: 'reason="timeout",source="nvml"' in fetch(f"http://{address}/metrics"), seconds=20)
+        wait_until(lambda: 'reason="hung",source="nvml"' in fetch(f"http://{address}/metrics"), seconds=20)
         assert "kvcache_headroom_blocks" in fetch(f"http://{address}/metrics")
         status, _, seconds = end(process)
     assert status == 0
@@ -159,7 +159,7 @@ def test_check_config(tmp_path: Path) -> None:
     status, output, errors = run("check-config", str(bad))
     assert (status, output) == (2, "")
     assert errors.splitlines()[0] == f"{bad}:2: nvml: 1 is neither true nor false"
-    assert errors.splitlines()[1].startswith(f"{bad}:3: foo: is not a setting; known here: listen_address")
+    assert errors.splitlines()[1].startswith(f"{bad}:3: foo: is not a setting; known here: gpus, listen_address")
 
 
 def test_demo_in_a_pipe_is_a_line_now_and_then() -> None:

@@ -32,6 +32,8 @@ poll_timeout_seconds: 1.5
 max_body_bytes: 1000000
 request_lengths: [32768, 8192]
 nvml: false
+gpus: 0,GPU-8d2f
+pod_resources_socket: /run/kubelet.sock
 targets:
 - name: llama
   url: https://llama:8000
@@ -46,6 +48,9 @@ targets:
   max_model_len: 8192
   dtype: float16
   bearer_token_file: token
+  gpus: [MIG-1a, 3]
+  pod: ml/llama-0/vllm
+  weight_bytes_per_gpu: 16000000000
 - name: inline
   url: http://inline:8000
   model_config: {architectures: [LlamaForCausalLM]}
@@ -57,6 +62,8 @@ targets:
         max_body_bytes=1_000_000,
         request_lengths=(8192, 32768),
         nvml=False,
+        gpus=("0", "GPU-8d2f"),
+        pod_resources_socket=Path("/run/kubelet.sock"),
         targets=(
             TargetConfig(
                 name="llama",
@@ -72,6 +79,9 @@ targets:
                 max_model_len=8192,
                 dtype="float16",
                 bearer_token_file=Path("/etc/kvcache/token"),
+                gpus=("MIG-1a", "3"),
+                pod="ml/llama-0/vllm",
+                weight_bytes_per_gpu=16_000_000_000,
             ),
             TargetConfig(name="inline", url="http://inline:8000", model_config={"architectures": ["LlamaForCausalLM"]}),
         ),
@@ -123,9 +133,24 @@ TARGETS = "targets: [{url: http://a:1}]\n"
         (
             "targets: [{url: http://a:1, zzz: 1}]",
             "/etc/kvcache/config.yml:1: targets[0].zzz: is not a setting; known here: bearer_token_file, ca_file, "
-            "decode_context_parallel_size, dtype, kv_cache_bytes_per_token, max_model_len, max_num_active_seqs, "
-            "max_num_batched_tokens, max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, "
-            "tensor_parallel_size, url, watermark",
+            "decode_context_parallel_size, dtype, gpus, kv_cache_bytes_per_token, max_model_len, max_num_active_seqs, "
+            "max_num_batched_tokens, max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, pod, "
+            "tensor_parallel_size, url, watermark, weight_bytes_per_gpu",
+        ),
+        (
+            TARGETS + "gpus: [0, first]",
+            "/etc/kvcache/config.yml:2: gpus: 'first' names no GPU; give indexes, or uuids as nvidia-smi -L shows them, "
+            "such as [0, 1]",
+        ),
+        (TARGETS + "gpus: 1,GPU-8d2f,1", "/etc/kvcache/config.yml:2: gpus: names a GPU twice"),
+        (
+            "targets: [{url: http://a:1, pod: llama-0}]",
+            "/etc/kvcache/config.yml:1: targets[0].pod: 'llama-0' is not a pod; write it as namespace/pod or "
+            "namespace/pod/container",
+        ),
+        (
+            "targets: [{url: http://a:1, weight_bytes_per_gpu: 15 GiB}]",
+            "/etc/kvcache/config.yml:1: targets[0].weight_bytes_per_gpu: '15 GiB' is not a positive whole number",
         ),
         (TARGETS + "nvml: maybe", "/etc/kvcache/config.yml:2: nvml: 'maybe' is neither true nor false"),
         (TARGETS + "nvml: true\nnvml: false", "/etc/kvcache/config.yml:3: nvml: is given twice; keep one"),

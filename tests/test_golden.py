@@ -19,6 +19,7 @@ from kvcache_exporter.readings import ServedModel
 from kvcache_exporter.snapshot import Snapshot
 from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
+from kvcache_exporter.target_weights import ModelOnDisk
 from lab import DATA, TINY_GEMMA3, TINY_LLAMA, capture
 
 CAPTURES = sorted(file.name.removesuffix(".prom.gz") for file in (DATA / "vllm").glob("*.prom.gz"))
@@ -29,8 +30,9 @@ def exposition(name: str) -> str:
     """Our page for one recorded page, without health and without the process's own metrics."""
     facts = Facts()
     if not name.endswith(".driven"):
-        model = parse_model_config(TINY_GEMMA3 if "gemma3" in name else TINY_LLAMA)
-        facts = Facts(ServedModel("tiny", 4096, "/models/tiny"), name.partition("_")[0], model)
+        content = TINY_GEMMA3 if "gemma3" in name else TINY_LLAMA
+        files = ModelOnDisk(content, parse_model_config(content))
+        facts = Facts(ServedModel("tiny", 4096, "/models/tiny"), name.partition("_")[0], files)
     config = TargetConfig(name="engine", url="http://127.0.0.1:8000")
     target, refusal = TargetHistory(config, request_lengths=(1024, 8192), window_seconds=300).observe(
         parse_metrics(capture(name)), NOW, facts

@@ -18,7 +18,7 @@ LAYERS = (
     | {"engine_state", "expected_blocks", "forecast", "history", "length_distribution", "limits", "load", "request_mix"}
     | {"running_requests", "prefix_sharing", "visible_devices", "gpu_owners", "gpu_memory", "memory_bandwidth", "weights"},
     {"sources", "config", "simulator", "health", "job", "capture"},
-    {"target", "node_gpus", "poller"},
+    {"target", "target_weights", "node_gpus", "gpu_placement", "poller"},
     {"collector", "families", "landing_page", "live_view", "logs", "server"},
     {"serve", "demo", "replay"},
     {"cli", "cli_plan", "cli_replay", "__main__"},
@@ -30,7 +30,7 @@ EDGES_OUT = {"collector", "families", "landing_page", "live_view", "server"}
 
 THIRD_PARTY = {
     "click": {"cli", "cli_plan", "cli_replay"},
-    "prometheus_client": {"collector", "families", "server", "serve"},
+    "prometheus_client": {"collector", "families.family", "server", "serve"},
     "google": {"sources.pod_resources"},
     "grpc": {"sources.pod_resources"},
     "psutil": {"sources.processes"},

@@ -106,7 +106,7 @@ def test_59_nvml_call_hangs(upstream: Upstream, fake_nvml: FakeNvml) -> None:
         assert lab.value("kvcache_usage_ratio") == 0.5
         assert threading.active_count() <= threads
     assert lab.value("kvcache_up", source="nvml") == 0
-    assert lab.errors("nvml") == {"timeout": 1}
+    assert lab.errors("nvml") == {"hung": 1}
 
     fake_nvml.show(steps[0])
     deadline = time.monotonic() + 10

@@ -20,6 +20,7 @@ from kvcache_exporter.errors import ConfigError
 if TYPE_CHECKING:
     from kvcache_exporter.capture import Recorder
     from kvcache_exporter.config import Config, ListenAddress
+    from kvcache_exporter.node_gpus import GpuSources
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -65,7 +66,6 @@ def serve(
     from kvcache_exporter.config import Config, load_config, target_for_url
     from kvcache_exporter.logs import set_up_logging
     from kvcache_exporter.serve import run
-    from kvcache_exporter.sources.nvml import NvmlSource
 
     if (config_path is None) == (vllm_url is None):
         raise click.UsageError("give either --config FILE or --vllm-url URL")
@@ -82,7 +82,7 @@ def serve(
         _refuse(error)
     config = _listen(config, listen_address)
     recorder = None if record_path is None else _recorder(record_path)
-    sys.exit(run(config, gpus=NvmlSource() if config.nvml else None, recorder=recorder))
+    sys.exit(run(config, gpus=_gpu_sources(config) if config.nvml else None, recorder=recorder))
 
 
 main.add_command(plan)
@@ -113,6 +113,23 @@ def demo(listen_address: str | None, duration: float | None, log_level: str) -> 
 
     set_up_logging(log_level)
     sys.exit(run_demo(_address(listen_address), duration_seconds=duration))
+
+
+def _gpu_sources(config: Config) -> GpuSources:
+    from kvcache_exporter.node_gpus import GpuSources
+    from kvcache_exporter.sources.nvml import NvmlSource
+    from kvcache_exporter.sources.pod_resources import PodResources
+    from kvcache_exporter.sources.processes import ProcessTable, sees_host_processes
+
+    timeout = config.poll_timeout_seconds
+    socket = config.pod_resources_socket
+    return GpuSources(
+        # Half of it, so that the GPUs behind one that hangs are read in time.
+        NvmlSource(device_timeout_seconds=timeout / 2),
+        # NVML's pids are the host's: in a container with pids of its own they would be those of others.
+        processes=ProcessTable() if sees_host_processes() else None,
+        pod_resources=None if socket is None else PodResources(socket, timeout_seconds=timeout),
+    )
 
 
 def _listen(config: Config, listen_address: str | None) -> Config:

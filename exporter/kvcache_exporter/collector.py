@@ -18,16 +18,19 @@ from prometheus_client.registry import Collector
 from kvcache_exporter.families import (
     BUILD_INFO,
     ENGINE_FAMILIES,
+    ENGINE_GPU_INFO,
     ENGINE_INFO,
     FAMILIES,
     GPU_FAMILIES,
     GPU_INFO,
+    GPUS,
     HEALTH_FAMILIES,
     TARGET_FAMILIES,
     Family,
     Labelled,
 )
-from kvcache_exporter.snapshot import Snapshot, TargetSnapshot
+from kvcache_exporter.gpu_reading import GpuReading
+from kvcache_exporter.snapshot import GpuSnapshot, Snapshot, TargetSnapshot
 
 # A reading that nothing has replaced for this many intervals is no longer shown.
 STALE_INTERVALS = 3
@@ -63,21 +66,26 @@ class KVCacheCollector(Collector):
         snapshot = self._latest()
         if snapshot is not None:
             for target in snapshot.targets:
-                self._add_target(page, target)
+                self._add_target(page, target, snapshot.gpus)
             for health in snapshot.health:
                 for family in HEALTH_FAMILIES:
                     page.add(family, (health.target, health.source), family.read(health))
             if snapshot.nvml is not None and self._is_fresh(snapshot.nvml_read_at):
-                for gpu in snapshot.nvml.gpus:
-                    labels = ("" if gpu.index is None else str(gpu.index), gpu.uuid)
-                    for family in GPU_FAMILIES:
-                        page.add(family, labels, family.read(gpu))
-                    page.add(GPU_INFO, labels, GPU_INFO.read(gpu, snapshot.nvml.driver_version, self._simulated))
+                self._add_gpus(page, snapshot.gpus, snapshot.nvml.driver_version)
         yield from page.families()
 
-    def _add_target(self, page: _PageOfFamilies, target: TargetSnapshot) -> None:
+    def _add_gpus(self, page: _PageOfFamilies, gpus: Sequence[GpuSnapshot], driver_version: str | None) -> None:
+        page.add(GPUS, (), GPUS.read([gpu.reading for gpu in gpus]))
+        for gpu in gpus:
+            labels = (_index(gpu.reading), gpu.reading.uuid)
+            for family in GPU_FAMILIES:
+                page.add(family, labels, family.read(gpu))
+            page.add(GPU_INFO, labels, GPU_INFO.read(gpu, driver_version, self._simulated))
+
+    def _add_target(self, page: _PageOfFamilies, target: TargetSnapshot, gpus: Sequence[GpuSnapshot]) -> None:
         if target.read_at is not None and not self._is_fresh(target.read_at):
             return
+        indexes = {gpu.reading.uuid: _index(gpu.reading) for gpu in gpus}
         for family in TARGET_FAMILIES:
             page.add(family, (target.name,), family.read(target, self._simulated))
         for engine in target.engines:
@@ -85,9 +93,14 @@ class KVCacheCollector(Collector):
             for family in ENGINE_FAMILIES:
                 page.add(family, labels, family.read(engine))
             page.add(ENGINE_INFO, labels, ENGINE_INFO.read(engine, target, self._simulated))
+            page.add(ENGINE_GPU_INFO, labels, ENGINE_GPU_INFO.read(engine, lambda uuid: indexes.get(uuid, "")))
 
     def _is_fresh(self, read_at: float | None) -> bool:
         return read_at is not None and self._clock() - read_at <= self._stale_seconds
+
+
+def _index(gpu: GpuReading) -> str:
+    return "" if gpu.index is None else str(gpu.index)
 
 
 class _PageOfFamilies:

@@ -39,6 +39,9 @@ class TargetConfig:
     the engine's flags; None: not given. `watermark` is the share of blocks that the engine keeps free on admission.
     `kv_cache_bytes_per_token` (over all ranks)
     stands in for a model whose layout is not known, as if all its layers were full attention.
+
+    `gpus` are the GPUs that the engine runs on, as its CUDA_VISIBLE_DEVICES has them; `pod` is where it runs in Kubernetes, as
+    `namespace/pod` or `namespace/pod/container`. `weight_bytes_per_gpu` is what the engine logs that loading its model took.
     """
 
     name: str
@@ -57,6 +60,9 @@ class TargetConfig:
     dtype: str = "auto"
     bearer_token_file: Path | None = None
     ca_file: Path | None = None
+    gpus: tuple[str, ...] | None = None
+    pod: str | None = None
+    weight_bytes_per_gpu: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,8 @@ class Config:
     """All settings.
 
     `request_lengths` are tokens (prompt and output) for which slots are shown besides max_model_len, `window_seconds` is how far
-    back the requests are looked at that tell what a typical one is.
+    back the requests are looked at that tell what a typical one is. `gpus` are those to show (indexes or uuids), None for all;
+    `pod_resources_socket` is the kubelet's, None where it is not asked.
     """
 
     targets: tuple[TargetConfig, ...]
@@ -75,6 +82,8 @@ class Config:
     request_lengths: tuple[int, ...] = ()
     window_seconds: float = 300.0
     nvml: bool = True
+    gpus: tuple[str, ...] | None = None
+    pod_resources_socket: Path | None = None
 
 
 def load_config(path: Path) -> Config:
@@ -108,6 +117,8 @@ def parse_config(text: str, path: Path) -> Config:
         request_lengths=top.take("request_lengths", _lengths, ()),
         window_seconds=top.take("window_seconds", _seconds(at_least=10.0), Config.window_seconds),
         nvml=top.take("nvml", _boolean, True),
+        gpus=top.take("gpus", _gpus, None),
+        pod_resources_socket=top.take("pod_resources_socket", lambda value: _path(value, path.parent), None),
     )
     if config.poll_timeout_seconds >= config.poll_interval_seconds:
         top.problem(
@@ -243,6 +254,9 @@ def _target(section: _Section) -> TargetConfig | None:
         dtype=section.take("dtype", _dtype, "auto"),
         bearer_token_file=section.take("bearer_token_file", lambda value: _path(value, folder), None),
         ca_file=section.take("ca_file", lambda value: _existing_file(value, folder), None),
+        gpus=section.take("gpus", _gpus, None),
+        pod=section.take("pod", _pod, None),
+        weight_bytes_per_gpu=section.take("weight_bytes_per_gpu", _positive_int, None),
     )
     section.refuse_unknown_keys()
     return None if url is None else target
@@ -269,6 +283,24 @@ def _name(value: object) -> str:
 
 def _model_config(value: object, folder: Path) -> Path | Mapping[str, Any]:
     return value if isinstance(value, dict) else _path(value, folder)
+
+
+def _gpus(value: object) -> tuple[str, ...]:
+    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    gpus = tuple(str(entry).strip() for entry in entries)
+    for gpu in gpus:
+        if not gpu.isdecimal() and not gpu.startswith(("GPU-", "MIG-")):
+            raise ValueError(f"{gpu!r} names no GPU; give indexes, or uuids as nvidia-smi -L shows them, such as [0, 1]")
+    if len(set(gpus)) < len(gpus):
+        raise ValueError("names a GPU twice")
+    return gpus
+
+
+def _pod(value: object) -> str:
+    text = str(value)
+    if text.count("/") not in (1, 2) or not all(text.split("/")):
+        raise ValueError(f"{text!r} is not a pod; write it as namespace/pod or namespace/pod/container")
+    return text
 
 
 def _path(value: object, folder: Path) -> Path:

@@ -7,8 +7,15 @@ import time
 
 from kvcache_exporter import live_view
 from kvcache_exporter.config import Config, ListenAddress, TargetConfig
+from kvcache_exporter.node_gpus import GpuSources
 from kvcache_exporter.serve import open_exporter, stop_on_signal
-from kvcache_exporter.simulator import LLAMA_3_1_8B_CONFIG, EngineParameters, SimulatedEngineServer, SimulatedNvml
+from kvcache_exporter.simulator import (
+    LLAMA_3_1_8B_CONFIG,
+    EngineParameters,
+    SimulatedEngineServer,
+    SimulatedNvml,
+    SimulatedProcesses,
+)
 
 _REDRAW_SECONDS = 1.0
 _LINE_SECONDS = 5.0
@@ -18,7 +25,10 @@ _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 def demo_config(engine_url: str, parameters: EngineParameters, listen_address: ListenAddress) -> Config:
     """Return the configuration that a user would write for this engine."""
     target = TargetConfig(
-        name="simulated", url=engine_url, model_config=LLAMA_3_1_8B_CONFIG, max_num_seqs=parameters.max_num_seqs
+        name="simulated",
+        url=engine_url,
+        model_config=LLAMA_3_1_8B_CONFIG,
+        max_num_seqs=parameters.max_num_seqs,
     )
     return Config(
         targets=(target,),
@@ -33,7 +43,11 @@ def run_demo(listen_address: ListenAddress, *, duration_seconds: float | None) -
     """Run until a signal or `duration_seconds`; returns the exit status."""
     parameters = EngineParameters()
     with SimulatedEngineServer(parameters) as engine:
-        exporter = open_exporter(demo_config(engine.url, parameters, listen_address), gpus=SimulatedNvml(), simulated=True)
+        exporter = open_exporter(
+            demo_config(engine.url, parameters, listen_address),
+            gpus=GpuSources(SimulatedNvml(), SimulatedProcesses()),
+            simulated=True,
+        )
         if exporter is None:
             return 1
         stop = stop_on_signal()

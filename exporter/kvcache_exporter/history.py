@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvcache_exporter.engine_state import EngineCondition, ProgressWatch, has_restarted
 from kvcache_exporter.forecast import LoadForecast, LoadHistory
 from kvcache_exporter.limits import waiting_for_capacity
+from kvcache_exporter.memory_bandwidth import DecodeReads, StepReads, StepsDone, decode_reads, steps_between
 from kvcache_exporter.prefix_sharing import PrefixSavings, PrefixSharing
 from kvcache_exporter.readings import EngineReading
 from kvcache_exporter.request_mix import RequestMix, RequestMixHistory
@@ -56,6 +57,7 @@ class EngineHistory:
         self._prefix = PrefixSharing(self._window_seconds)
         self._load = LoadHistory(self._window_seconds)
         self._polls_with_queue = 0
+        self._steps: StepsDone | None = None
 
     def observe(self, at: float, reading: EngineReading) -> EngineCondition:
         """Take the reading of a page that was read `at` (Unix seconds); says in what state the engine is.
@@ -74,6 +76,7 @@ class EngineHistory:
             self._mix.observe(max(0.0, at - self._at), before, reading)
             self._running.observe(before, reading)
             self._prefix.observe(max(0.0, at - self._at), before, reading)
+            self._steps = steps_between(at - self._at, before, reading)
         self._observe_load(at, reading)
         self._polls_with_queue = self._polls_with_queue + 1 if waiting_for_capacity(reading) else 0
         self._is_stuck = before is not None and self._nobody_started(before, reading)
@@ -128,6 +131,10 @@ class EngineHistory:
             has_requests=has_requests,
             prefix=self._prefix.savings(),
         )
+
+    def decode_reads(self, step: StepReads | None) -> DecodeReads | None:
+        """What one of the engine's GPUs has read a second between the last two pages, given what a step reads."""
+        return None if self._steps is None else decode_reads(self._steps, step)
 
     def forecast(self, *, usable_blocks: int, blocks_per_request: float, seats: int | None) -> LoadForecast:
         """How the load of the cache goes on, given what a typical request takes at its most."""

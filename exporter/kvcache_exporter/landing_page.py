@@ -5,15 +5,39 @@ from __future__ import annotations
 from html import escape
 
 from kvcache_exporter import __version__
+from kvcache_exporter.gpu_memory import (
+    COMPONENTS,
+    FREE,
+    KV_CACHE,
+    OTHER_PROCESSES,
+    OVERHEAD,
+    RESERVED,
+    UNKNOWN,
+    WEIGHTS,
+    MemorySplit,
+)
 from kvcache_exporter.headroom import MAX_LENGTH, P95_LENGTH, TYPICAL_LENGTH, RequestSlots
-from kvcache_exporter.snapshot import EngineSnapshot, Snapshot, TargetSnapshot
+from kvcache_exporter.snapshot import EngineSnapshot, GpuSnapshot, Snapshot, TargetSnapshot
 
+# Told apart without color vision too (Okabe and Ito), beside the words.
+_COLORS = {
+    WEIGHTS: "#0072b2",
+    KV_CACHE: "#e69f00",
+    OVERHEAD: "#009e73",
+    OTHER_PROCESSES: "#d55e00",
+    UNKNOWN: "#999999",
+    RESERVED: "#56b4e9",
+    FREE: "#f0f0f0",
+}
+_GIB = 1024**3
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 1.5rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #d0d7de; vertical-align: top; }
 .bar { background: #dfe5ec; width: 12rem; height: 1rem; }
 .bar div { background: #0b62a8; height: 1rem; }
+.split { display: flex; width: 28rem; height: 1rem; border: 1px solid #57606a; }
+.key { display: inline-block; width: .8rem; height: .8rem; border: 1px solid #57606a; margin-right: .25rem; }
 .big { font-size: 1.5rem; font-weight: 600; }
 .simulated { background: #fff1c2; border: 1px solid #d9a400; padding: .5rem .8rem; }
 .down { background: #ffe4e0; padding: 0 .3rem; }
@@ -33,7 +57,7 @@ def landing_page(snapshot: Snapshot | None, *, simulated: bool) -> str:
     if snapshot is None:
         parts.append("<p>No source has been polled yet.</p>")
     else:
-        parts += [_engines(snapshot), _sources(snapshot)]
+        parts += [_engines(snapshot), _gpus(snapshot), _sources(snapshot)]
     parts.append("</body></html>\n")
     return "\n".join(parts)
 
@@ -75,6 +99,34 @@ def _of_length(slots: RequestSlots) -> str:
     tokens = "" if slots.tokens is None else f"{slots.tokens} tokens"
     named = {TYPICAL_LENGTH: "typical", P95_LENGTH: "long (p95)", MAX_LENGTH: "longest"}.get(slots.length)
     return f"of {tokens}" if named is None else f"{named}, {tokens}" if tokens else named
+
+
+def _gpus(snapshot: Snapshot) -> str:
+    if not snapshot.gpus:
+        return ""
+    rows = "".join(_gpu_row(gpu) for gpu in snapshot.gpus)
+    head = "<tr><th>GPU</th><th>Name</th><th>Memory, GiB (free is not room for requests)</th></tr>"
+    return f"<h2>GPUs</h2><table>{head}{rows}</table>"
+
+
+def _gpu_row(gpu: GpuSnapshot) -> str:
+    reading = gpu.reading
+    index = "?" if reading.index is None else str(reading.index)
+    memory = '<span class="down">does not answer</span>' if reading.lost else "no figures"
+    if gpu.memory is not None:
+        memory = _memory(gpu.memory)
+    name = f"{escape(reading.name or '')}<br>{escape(reading.uuid)}"
+    return f"<tr><td>{index}</td><td>{name}</td><td>{memory}</td></tr>"
+
+
+def _memory(split: MemorySplit) -> str:
+    sizes = {component: split.components[component] for component in COMPONENTS if component in split.components}
+    bar = "".join(f'<div style="flex: {size} 0 0; background: {_COLORS[component]}"></div>' for component, size in sizes.items())
+    words = ", ".join(
+        f'<span class="key" style="background: {_COLORS[component]}"></span>{component.replace("_", " ")} {size / _GIB:.1f}'
+        for component, size in sizes.items()
+    )
+    return f'<div class="split">{bar}</div>{words}'
 
 
 def _sources(snapshot: Snapshot) -> str:

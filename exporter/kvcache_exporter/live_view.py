@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from kvcache_exporter.gpu_memory import COMPONENTS
 from kvcache_exporter.headroom import P95_LENGTH, TYPICAL_LENGTH, RequestSlots
-from kvcache_exporter.snapshot import EngineSnapshot, Snapshot, TargetSnapshot
+from kvcache_exporter.snapshot import EngineSnapshot, GpuSnapshot, Snapshot, TargetSnapshot
 
 _BAR_WIDTH = 48
+_GIB = 1024**3
 
 
 def screen(snapshot: Snapshot, *, metrics_url: str, elapsed_seconds: float) -> str:
@@ -14,6 +16,8 @@ def screen(snapshot: Snapshot, *, metrics_url: str, elapsed_seconds: float) -> s
     for target in snapshot.targets:
         for engine in target.engines:
             lines += _engine_lines(target, engine)
+    for gpu in snapshot.gpus:
+        lines += _gpu_lines(gpu)
     lines += [f"source down: {h.target} {h.source}: {h.message}" for h in snapshot.health if not h.up]
     return "\n".join([*lines, "", "Ctrl-C ends it."])
 
@@ -41,7 +45,24 @@ def _engine_lines(target: TargetSnapshot, engine: EngineSnapshot) -> list[str]:
         remaining = _or_unknown(slots.remaining)
         lines.append(f"  fits now  {remaining:>8} more {_requests_of(slots)} ({slots.slots:,} when empty)")
     lines.append(f"  full in   {_full_in(engine.exhaustion_seconds):>8}   limit: {headroom.binding_limit or '?'}")
+    if engine.memory_bandwidth_utilization_ratio is not None:
+        lines.append(f"  decoding  {engine.memory_bandwidth_utilization_ratio:>8.0%} of the memory bandwidth")
     return lines
+
+
+def _gpu_lines(gpu: GpuSnapshot) -> list[str]:
+    reading = gpu.reading
+    name = f"GPU {'?' if reading.index is None else reading.index}, {reading.name or reading.uuid}"
+    if reading.lost:
+        return [f"{name}: does not answer"]
+    if gpu.memory is None:
+        return [f"{name}: no memory figures"]
+    parts = ", ".join(
+        f"{component} {gpu.memory.components[component] / _GIB:.1f}"
+        for component in COMPONENTS
+        if component in gpu.memory.components
+    )
+    return [f"{name}, GiB: {parts}"]
 
 
 def _requests_of(slots: RequestSlots) -> str:
@@ -69,7 +90,7 @@ def _engine_summary(engine: EngineSnapshot) -> str:
 
 
 def _gib(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f" ({size_bytes / 1024**3:.1f} GiB)"
+    return "" if size_bytes is None else f" ({size_bytes / _GIB:.1f} GiB)"
 
 
 def _or_unknown(value: int | None) -> str:

@@ -10,18 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from kvcache_exporter.capture import Recorder
 from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.errors import SourceError
-from kvcache_exporter.gpu_reading import NvmlReading
+from kvcache_exporter.gpu_placement import GpuPlacement
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.job import Job
+from kvcache_exporter.node_gpus import SOURCE_NVML, GpuSources, NodeGpus, NodeReading
 from kvcache_exporter.readings import PageReading
 from kvcache_exporter.snapshot import Snapshot, TargetSnapshot
 from kvcache_exporter.sources.http import HttpClient, HttpOptions
-from kvcache_exporter.sources.nvml import NoNvmlLibraryError
 from kvcache_exporter.sources.vllm import VllmClient
 from kvcache_exporter.target import (
     SOURCE_MODEL_CONFIG,
@@ -34,8 +33,6 @@ from kvcache_exporter.target import (
 
 log = logging.getLogger(__name__)
 
-SOURCE_NVML = "nvml"
-
 # A fact that could not be had from a running server (an API key is missing, an unknown model) is asked again after this long.
 _FACTS_RETRY_SECONDS = 30.0
 # On top of the timeout, for the thread to report it.
@@ -44,17 +41,11 @@ _GRACE_SECONDS = 0.25
 _SLOW_PAGE_SHARE = 0.1
 
 
-class GpuSource(Protocol):
-    """What reads GPUs: the real NVML, or a simulated one."""
-
-    def read(self) -> NvmlReading:
-        """Return all GPUs, or raise SourceError."""
-
-
 class Poller:
     """Polls all targets and the GPUs of this machine.
 
-    `clock` gives Unix seconds for time stamps. One thread calls `poll_once` or `run`; `latest` may be called from any.
+    `clock` gives Unix seconds for time stamps. `gpus` are what tells of GPUs, None for nothing. One thread calls `poll_once` or
+    `run`; `latest` may be called from any.
     """
 
     def __init__(
@@ -62,14 +53,15 @@ class Poller:
         config: Config,
         *,
         clock: Callable[[], float] = time.time,
-        gpus: GpuSource | None = None,
+        gpus: GpuSources | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._config = config
         self._clock = clock
         self._health = HealthBook()
         self._targets = [_TargetState(target, config, recorder) for target in config.targets]
-        self._gpus = None if gpus is None else _GpuState(gpus)
+        self._gpus = None if gpus is None else NodeGpus(config, gpus)
+        self._placement = GpuPlacement(config.targets)
         self._latest: Snapshot | None = None
         self._ticked_at = clock()
 
@@ -90,15 +82,23 @@ class Poller:
         for target in self._targets:
             target.start_page()
         if self._gpus is not None:
-            self._gpus.start()
+            self._gpus.start(now)
         # Facts come after the page, not beside it: an engine is asked one thing at a time, and one that is down only its page.
         for target in self._targets:
             target.finish_page(now, deadline, self._health)
             target.start_facts(now)
         targets = tuple(target.finish(now, deadline, self._health) for target in self._targets)
-        nvml = None if self._gpus is None else self._gpus.finish(now, deadline, timeout, self._health)
+        node = NodeReading() if self._gpus is None else self._gpus.finish(now, deadline, self._health)
+        placed = self._placement.place(node, targets)
+        contradictions = sum(gpu.memory is not None and gpu.memory.contradiction for gpu in placed.gpus)
+        self._health.count("", SOURCE_NVML, "split_exceeds_used", contradictions)
         snapshot = Snapshot(
-            at=now, targets=targets, health=self._health.snapshot(), nvml=nvml, nvml_read_at=None if nvml is None else now
+            at=now,
+            targets=placed.targets,
+            health=self._health.snapshot(),
+            nvml=node.nvml,
+            gpus=placed.gpus,
+            nvml_read_at=None if node.nvml is None else now,
         )
         self._latest = snapshot
         self._ticked_at = self._clock()
@@ -113,42 +113,6 @@ class Poller:
             now = time.monotonic()
             next_tick += interval * max(1, -(-(now - next_tick) // interval))
             stop.wait(next_tick - now)
-
-
-class _GpuState:
-    """What the poller remembers of the GPUs between ticks."""
-
-    def __init__(self, gpus: GpuSource) -> None:
-        self._job: Job[NvmlReading] = Job("nvml", gpus.read)
-        self._no_library = False
-        self._timed_out = False
-
-    def start(self) -> None:
-        """Begin to read the GPUs, unless this machine has no NVML."""
-        if not self._no_library and self._job.start():
-            self._timed_out = False
-
-    def finish(self, now: float, deadline: float, timeout_seconds: float, health: HealthBook) -> NvmlReading | None:
-        """Wait for the reading; None when there is none."""
-        if self._no_library:
-            return None
-        outcome = self._job.finish(deadline - time.monotonic())
-        if outcome is None:
-            if not self._timed_out:
-                self._timed_out = True
-                error = SourceError("timeout", f"NVML does not answer within {timeout_seconds:g} s; its driver may hang")
-                health.failure("", SOURCE_NVML, error, duration_seconds=timeout_seconds)
-            return None
-        if isinstance(outcome.error, NoNvmlLibraryError):
-            self._no_library = True
-            log.info("no GPU series", extra={"fields": {"reason": str(outcome.error)}})
-        elif outcome.error is not None:
-            health.failure("", SOURCE_NVML, outcome.error, duration_seconds=outcome.duration_seconds)
-        elif outcome.value is not None:
-            health.success("", SOURCE_NVML, at=now, duration_seconds=outcome.duration_seconds)
-            for reason, number in outcome.value.device_errors.items():
-                health.count("", SOURCE_NVML, reason, number)
-        return outcome.value
 
 
 class _TargetState:

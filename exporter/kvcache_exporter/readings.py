@@ -43,6 +43,9 @@ class EngineReading:
     they finished. `external_prefix_cache_*` is of the KV connector. `process_start_time_seconds` (Unix time) is of the API
     server, so the same for all engines of a page, and unknown where it is several processes. The LoRA figures are known on
     pages of one engine: `max_lora` adapters can run at once, `running_lora_adapters` do.
+
+    `engine_steps` counts the iterations of the scheduler, `estimated_read_bytes_per_gpu` the bytes that the engine reckons each
+    of its GPUs to have read (vLLM with `--enable-mfu-metrics`; 0 where it cannot).
     """
 
     engine: str
@@ -77,6 +80,8 @@ class EngineReading:
     time_to_first_token_seconds: Histogram | None = None
     inter_token_latency_seconds: Histogram | None = None
     process_start_time_seconds: float | None = None
+    engine_steps: int | None = None
+    estimated_read_bytes_per_gpu: float | None = None
     max_lora: int | None = None
     running_lora_adapters: int | None = None
     awake: bool | None = None

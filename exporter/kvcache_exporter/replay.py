@@ -21,6 +21,7 @@ from kvcache_exporter.snapshot import EngineSnapshot
 from kvcache_exporter.sources.model_files import load_config_json
 from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
+from kvcache_exporter.target_weights import ModelOnDisk
 
 _PREFIX = "kvcache_"
 # What tells an engine that is asked; a capture has been.
@@ -49,11 +50,12 @@ class Subject:
         if file is None:
             return Facts(version=self.vllm_version)
         try:
-            model = parse_model_config(load_config_json(file) if isinstance(file, Path) else file)
+            content = load_config_json(file) if isinstance(file, Path) else file
+            model = parse_model_config(content)
         except UnsupportedModelError as error:
             on_problem(str(error))
             return Facts(version=self.vllm_version)
-        return Facts(version=self.vllm_version, model=model)
+        return Facts(version=self.vllm_version, files=ModelOnDisk(content, model))
 
 
 def subject_of_file(path: Path, target: TargetConfig | None = None) -> Subject:

@@ -14,20 +14,21 @@ from kvcache_exporter import __version__
 from kvcache_exporter.capture import Recorder
 from kvcache_exporter.collector import STALE_INTERVALS, KVCacheCollector
 from kvcache_exporter.config import Config
-from kvcache_exporter.poller import GpuSource, Poller
+from kvcache_exporter.node_gpus import GpuSources
+from kvcache_exporter.poller import Poller
 from kvcache_exporter.server import make_app, make_http_server
 
 log = logging.getLogger(__name__)
 
 
 class Exporter:
-    """One exporter in this process. `gpus` is what reads GPUs, None for none; `simulated` marks everything that it shows.
+    """One exporter in this process; `simulated` marks everything that it shows.
 
     `recorder`, where given, gets every poll, and is closed with the exporter. Raises OSError when the address cannot be bound.
     """
 
     def __init__(
-        self, config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = None, simulated: bool = False
+        self, config: Config, *, gpus: GpuSources | None, recorder: Recorder | None = None, simulated: bool = False
     ) -> None:
         self._recorder = recorder
         self.poller = Poller(config, gpus=gpus, recorder=recorder)
@@ -61,7 +62,7 @@ class Exporter:
             self._recorder.close()
 
 
-def run(config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = None) -> int:
+def run(config: Config, *, gpus: GpuSources | None, recorder: Recorder | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     exporter = open_exporter(config, gpus=gpus, recorder=recorder)
     if exporter is None:
@@ -77,7 +78,7 @@ def run(config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = N
 
 
 def open_exporter(
-    config: Config, *, gpus: GpuSource | None, recorder: Recorder | None = None, simulated: bool = False
+    config: Config, *, gpus: GpuSources | None, recorder: Recorder | None = None, simulated: bool = False
 ) -> Exporter | None:
     """Make an Exporter; None, with a line in the log, when its address cannot be bound."""
     try:

@@ -6,21 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcache_exporter.capacity import Capacity
-from kvcache_exporter.gpu_reading import NvmlReading
+from kvcache_exporter.gpu_memory import MemorySplit
+from kvcache_exporter.gpu_owners import EngineGpus
+from kvcache_exporter.gpu_reading import GpuReading, NvmlReading
 from kvcache_exporter.headroom import Headroom
 from kvcache_exporter.kv_cache_spec import KVCacheLayout
+from kvcache_exporter.memory_bandwidth import DecodeReads
 from kvcache_exporter.prefix_sharing import PrefixSavings
 from kvcache_exporter.readings import EngineReading
+from kvcache_exporter.weights import Weights
 
 
 @dataclass(frozen=True)
 class EngineSnapshot:
     """One engine: what it reported and what follows from it. `model_name` is "" when nothing tells it.
 
-    `layout_source` is `computed`, or `assumed` for an unknown architecture that was taken for a plain decoder. `state` is one of
-    engine_state.STATES. `usage_suspect`: the engine reports a usage that cannot be true of the requests that it runs.
-    `exhaustion_seconds` is when no typical request will fit at the present trend (inf: never), `offered_load_ratio` the share of
-    the pool that present traffic needs.
+    `layout_source` is `computed`, or `assumed` for an unknown architecture that was taken for a plain decoder; `weights_source`
+    tells where `weights` come from. `state` is one of engine_state.STATES. `usage_suspect`: the engine reports a usage that
+    cannot be true of the requests that it runs. `exhaustion_seconds` is when no typical request will fit at the present trend
+    (inf: never), `offered_load_ratio` the share of the pool that present traffic needs. `gpus` are those that it is known to run
+    on.
     """
 
     reading: EngineReading
@@ -34,6 +39,11 @@ class EngineSnapshot:
     exhaustion_seconds: float | None = None
     offered_load_ratio: float | None = None
     prefix: PrefixSavings | None = None
+    weights: Weights | None = None
+    weights_source: str | None = None
+    decode_reads: DecodeReads | None = None
+    gpus: EngineGpus | None = None
+    memory_bandwidth_utilization_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,14 @@ class TargetSnapshot:
     max_model_len_source: str | None = None
     tensor_parallel_size: int | None = None
     max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuSnapshot:
+    """One GPU or MIG instance; `memory` is None where NVML has no figures of it."""
+
+    reading: GpuReading
+    memory: MemorySplit | None = None
 
 
 @dataclass(frozen=True)
@@ -75,4 +93,5 @@ class Snapshot:
     targets: tuple[TargetSnapshot, ...]
     health: tuple[SourceHealth, ...]
     nvml: NvmlReading | None = None
+    gpus: tuple[GpuSnapshot, ...] = ()
     nvml_read_at: float | None = None

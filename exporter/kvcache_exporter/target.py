@@ -19,11 +19,13 @@ from kvcache_exporter.kv_cache_spec import EngineConfig, KVCacheLayout, kv_cache
 from kvcache_exporter.kv_cache_spec.engine_config import NEWEST_VLLM_VERSION, parse_vllm_version
 from kvcache_exporter.kv_cache_spec.mamba import MambaSpec
 from kvcache_exporter.limits import MEMORY_LIMITS, AdmissionLimits
+from kvcache_exporter.memory_bandwidth import StepReads
 from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
-from kvcache_exporter.sources.model_files import load_config_json
+from kvcache_exporter.sources.model_files import find_config_json, load_config_json, weight_bytes
 from kvcache_exporter.sources.vllm import VllmClient
+from kvcache_exporter.target_weights import ModelOnDisk, TargetWeights, TracedWeights
 
 CONFIGURED = "configured"
 ASSUMED = "assumed"
@@ -44,7 +46,12 @@ class Facts:
 
     served: ServedModel | None = None
     version: str | None = None
-    model: ModelConfig | None = None
+    files: ModelOnDisk | None = None
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """What config.json says."""
+        return None if self.files is None else self.files.model
 
     @property
     def complete(self) -> bool:
@@ -71,17 +78,23 @@ def read_facts(config: TargetConfig, client: VllmClient, known: Facts) -> FactsR
     served = known.served or ask(SOURCE_MODELS, client.served_model)
     version = known.version or ask(SOURCE_VERSION, client.version)
     root = None if served is None else served.root
-    model = known.model or ask(SOURCE_MODEL_CONFIG, lambda: parse_model_config(_config_json(config, root)))
-    return FactsReading(Facts(served, version, model), outcomes)
+    files = known.files or ask(SOURCE_MODEL_CONFIG, lambda: _read_model(config, root))
+    return FactsReading(Facts(served, version, files), outcomes)
 
 
-def _config_json(config: TargetConfig, root: str | None) -> Mapping[str, Any]:
+def _read_model(config: TargetConfig, root: str | None) -> ModelOnDisk:
+    if config.model_config is not None and not isinstance(config.model_config, Path):
+        return ModelOnDisk(config.model_config, parse_model_config(config.model_config))
+    file = find_config_json(*_where_the_model_is(config, root))
+    content = load_config_json(file)
+    return ModelOnDisk(content, parse_model_config(content), weight_bytes(file.parent))
+
+
+def _where_the_model_is(config: TargetConfig, root: str | None) -> tuple[Path, str | None]:
     if isinstance(config.model_config, Path):
-        return load_config_json(config.model_config, root)
-    if config.model_config is not None:
-        return config.model_config
+        return config.model_config, root
     if root is not None and Path(root).is_absolute() and Path(root).exists():
-        return load_config_json(Path(root))
+        return Path(root), None
     where = "the engine does not tell its model's path" if root is None else f"the engine's model {root!r} is not a path here"
     raise SourceError("missing", f"{where} and no model_config is set: give the path of config.json for bytes and slots")
 
@@ -98,6 +111,7 @@ class TargetHistory:
         self._window_seconds = window_seconds
         # The same at every page while a server runs, and of all its data-parallel ranks.
         self._layout_of = lru_cache(maxsize=1)(kv_cache_layout)
+        self._weights = TargetWeights(config)
         self._engines: dict[str, EngineHistory] = {}
         self._page: PageReading | None = None
 
@@ -154,6 +168,7 @@ class TargetHistory:
     ) -> EngineSnapshot:
         history = self._engines.setdefault(reading.engine, EngineHistory(self._window_seconds))
         condition = history.observe(read_at, reading)
+        weights = self._weights.of(facts.files, _engine_config(self._config, facts, reading, max_model_len))
         served_name = None if facts.served is None else facts.served.model_name
         snapshot = EngineSnapshot(
             reading=reading,
@@ -163,6 +178,9 @@ class TargetHistory:
             capacity=capacity_of(reading, layout, max_model_len),
             state=condition.state,
             usage_suspect=condition.usage_suspect,
+            weights=None if weights is None else weights.weights,
+            weights_source=None if weights is None else weights.source,
+            decode_reads=history.decode_reads(_step_reads(weights, layout)),
         )
         capacity = snapshot.capacity
         if capacity is None:
@@ -190,6 +208,15 @@ class TargetHistory:
             exhaustion_seconds=0.0 if is_full else forecast.exhaustion_seconds,
             offered_load_ratio=forecast.offered_load_ratio,
         )
+
+
+def _step_reads(weights: TracedWeights | None, layout: KVCacheLayout | None) -> StepReads | None:
+    """What a step reads on a GPU, in the mean over those of an engine."""
+    streamed = None if weights is None else weights.weights.streamed_bytes_per_rank
+    if streamed is None or layout is None:
+        return None
+    stages = len(streamed)
+    return StepReads(sum(streamed) / stages, layout.bytes_per_block / layout.engine.tensor_parallel_size / stages)
 
 
 def _admission_limits(config: TargetConfig) -> AdmissionLimits:

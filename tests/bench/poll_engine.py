@@ -32,6 +32,7 @@ from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import EngineReading, Histogram, PageReading, ServedModel
 from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
+from kvcache_exporter.target_weights import ModelOnDisk
 from lab import TINY_LLAMA, capture
 
 PAGE = "0.32.0_nearfull_waiting"
@@ -40,7 +41,9 @@ ROUNDS = 300
 # The library takes long, and each of its rounds is much like the others.
 LIBRARY_EVERY = 10
 HOURS = (1, 2, 10)
-FACTS = Facts(served=ServedModel("tiny", 4096, None), version="0.32.0", model=parse_model_config(TINY_LLAMA))
+FACTS = Facts(
+    served=ServedModel("tiny", 4096, None), version="0.32.0", files=ModelOnDisk(TINY_LLAMA, parse_model_config(TINY_LLAMA))
+)
 
 _COUNTER = re.compile(rb"^(vllm:\w+_(?:total|bucket|sum|count)\{.*\} )(\S+)$", re.MULTILINE)
 _GAUGE = re.compile(rb"^(vllm:(?:kv_cache_usage_perc|num_requests_(?:running|waiting))\{.*\} )(\S+)$", re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,5 +34,7 @@ def fake_nvml(fake_nvml_library: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("FAKE_NVML_SCRIPT", str(fake.script))
     yield fake
     fake.show({})
+    while fake.hanging:
+        time.sleep(0.01)
     while fake.sessions:
         library.nvmlShutdown()

@@ -4,7 +4,7 @@ traffic ──> engine ──> stats ──> page ──> server        hardware
 """
 
 from kvcache_exporter.simulator.engine import RequestReading, SimulatedEngine
-from kvcache_exporter.simulator.hardware import LLAMA_3_1_8B_CONFIG, SimulatedNvml
+from kvcache_exporter.simulator.hardware import GPU_UUID, LLAMA_3_1_8B_CONFIG, SimulatedNvml, SimulatedProcesses
 from kvcache_exporter.simulator.histogram import HistogramReading
 from kvcache_exporter.simulator.page import render_page
 from kvcache_exporter.simulator.parameters import EngineParameters
@@ -13,6 +13,7 @@ from kvcache_exporter.simulator.stats import EngineStats
 from kvcache_exporter.simulator.traffic import Arrival, SimulatedTraffic, TrafficParameters, arrivals
 
 __all__ = [
+    "GPU_UUID",
     "LLAMA_3_1_8B_CONFIG",
     "Arrival",
     "EngineParameters",
@@ -22,6 +23,7 @@ __all__ = [
     "SimulatedEngine",
     "SimulatedEngineServer",
     "SimulatedNvml",
+    "SimulatedProcesses",
     "SimulatedTraffic",
     "TrafficParameters",
     "arrivals",

@@ -30,6 +30,9 @@ _COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
     "request_success",
+    "estimated_read_bytes_per_gpu",
+    # Only the count of this histogram is wanted: it is the number of steps.
+    "iteration_tokens_total_count",
 )
 _LATENCY = "inter_token_latency_seconds"
 # vLLM 0.8 has this name, 0.11 has both, 0.20 and later have the one above.
@@ -223,6 +226,8 @@ def _engine_reading(
         time_to_first_token_seconds=histograms.get("time_to_first_token_seconds"),
         inter_token_latency_seconds=histograms.get(latency),
         process_start_time_seconds=server.start_time,
+        engine_steps=_count(engine, "iteration_tokens_total_count"),
+        estimated_read_bytes_per_gpu=engine.values.get("estimated_read_bytes_per_gpu"),
         max_lora=server.max_lora,
         running_lora_adapters=server.running_lora_adapters,
         awake=None if awake is None else awake == 1,

@@ -1,39 +1,14 @@
-"""The catalogue: each metric that is published, what it is called and says, and what it reads."""
+"""What is published of one engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-from kvcache_exporter import __version__
 from kvcache_exporter.capacity import REPORTED
 from kvcache_exporter.engine_state import STATES
+from kvcache_exporter.families.family import Family, Labelled
 from kvcache_exporter.limits import LIMITS
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
-
-Labelled = tuple[tuple[str, ...], float | None]
-
-
-@dataclass(frozen=True)
-class Family:
-    """One metric: how it is described, and what of a subject (an engine, a target, a source, a GPU) it shows.
-
-    `read` yields (values of the labels that are added to the subject's own, value); a value of None gives no sample.
-    """
-
-    name: str
-    documentation: str
-    labels: tuple[str, ...]
-    read: Callable[..., Iterable[Labelled]]
-    is_counter: bool = False
-
-    def empty(self) -> Metric:
-        """Return the family without samples."""
-        kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
-        return kind(self.name, self.documentation, labels=self.labels)
-
 
 _ENGINE_LABELS = ("target", "engine", "model_name")
 _ABSENT_BLOCKS = "Absent when the engine does not report its blocks."
@@ -93,6 +68,11 @@ def _waiting(engine: EngineSnapshot) -> Iterator[Labelled]:
             yield (reason,), number
     else:
         yield ("unknown",), engine.reading.num_requests_waiting
+
+
+def _bandwidth(engine: EngineSnapshot) -> Iterator[Labelled]:
+    if engine.decode_reads is not None:
+        yield (engine.decode_reads.source,), engine.memory_bandwidth_utilization_ratio
 
 
 ENGINE_FAMILIES = (
@@ -274,6 +254,15 @@ ENGINE_FAMILIES = (
         "requests need blocks of several groups.",
         lambda engine: None if engine.prefix is None else engine.prefix.shared_ratio,
     ),
+    Family(
+        "kvcache_memory_bandwidth_utilization_ratio",
+        "Share, 0-1, of the peak memory bandwidth of the engine's GPUs that went into what decoding has to read, since the page "
+        "before. source: reported (the engine's estimated_read_bytes_per_gpu) or computed (steps a second, each reading the "
+        "weights and the held blocks once). What prompts read on top is not in it, so it is low while prefill is the work. "
+        "Absent for mixtures of experts unless reported, on MIG instances, and where GPUs, weights or layout are not known.",
+        (*_ENGINE_LABELS, "source"),
+        _bandwidth,
+    ),
     _engine(
         "kvcache_reading_ambiguous",
         "1 when the page held several samples of one gauge for this engine (API-server processes, Ray replicas) and the"
@@ -282,11 +271,22 @@ ENGINE_FAMILIES = (
     ),
 )
 
+ENGINE_GPU_INFO = Family(
+    "kvcache_engine_gpu_info",
+    "1 for each GPU of this machine that the engine runs on; method: configured, pod_resources (the kubelet gave it to the "
+    "engine's container) or process (the engine's process holds memory there). Absent when none of these tells.",
+    (*_ENGINE_LABELS, "gpu", "uuid", "method"),
+    lambda engine, index_of: [
+        ((index_of(uuid), uuid, engine.gpus.method), 1) for uuid in (() if engine.gpus is None else engine.gpus.uuids)
+    ],
+)
+
 ENGINE_INFO = Family(
     "kvcache_engine_info",
     "1; what the numbers of this engine rest on. source: where the block count comes from; tokens_source and "
     "max_model_len_source likewise. layout_source: computed by the rules of a known architecture, configured (bytes a token), or "
-    "assumed for an unknown one that reads like a plain decoder, and where no dtype is stated. An empty label is not known.",
+    "assumed for an unknown one that reads like a plain decoder, and where no dtype is stated. weights_source: configured, "
+    "computed from config.json, or an even share of the checkpoint. An empty label is not known.",
     (
         *_ENGINE_LABELS,
         "source",
@@ -295,6 +295,7 @@ ENGINE_INFO = Family(
         "vllm_version",
         "attention",
         "layout_source",
+        "weights_source",
         "cache_dtype",
         "block_size",
         "tensor_parallel_size",
@@ -304,96 +305,6 @@ ENGINE_INFO = Family(
     ),
     lambda engine, target, simulated: [(_engine_info(engine, target, simulated), 1)],
 )
-
-TARGET_FAMILIES = (
-    Family(
-        "kvcache_target_info",
-        "1; the address that this target is polled at.",
-        ("target", "url", "simulated"),
-        lambda target, simulated: [((target.url, simulated), 1)],
-    ),
-    Family(
-        "kvcache_engine_metrics_present",
-        "1 when the page of the target held vLLM series, 0 when it answered without any (statistics off, or not an engine). "
-        "Absent when it did not answer.",
-        ("target",),
-        lambda target, simulated: [((), None if target.read_at is None else float(bool(target.engines)))],
-    ),
-)
-
-HEALTH_FAMILIES = (
-    Family(
-        "kvcache_up",
-        "1 when the last try to read this source gave a reading, else 0: vllm is /metrics, vllm_models /v1/models, vllm_version "
-        "/version, model_config the model's config.json, nvml the GPUs of this machine. Absent for a source that was "
-        "never tried.",
-        ("target", "source"),
-        lambda health: [((), float(health.up))],
-    ),
-    Family(
-        "kvcache_last_success_timestamp_seconds",
-        "When this source last gave a reading (Unix seconds). Absent when it never did.",
-        ("target", "source"),
-        lambda health: [((), health.last_success_at)],
-    ),
-    Family(
-        "kvcache_poll_duration_seconds",
-        "How long the last try to read this source took.",
-        ("target", "source"),
-        lambda health: [((), health.duration_seconds)],
-    ),
-    Family(
-        "kvcache_poll_errors_total",
-        "Failed tries to read this source, and single samples or device calls without a usable value, by reason.",
-        ("target", "source", "reason"),
-        lambda health: [((reason,), number) for reason, number in health.errors.items()],
-        is_counter=True,
-    ),
-)
-
-GPU_FAMILIES = (
-    Family(
-        "kvcache_gpu_memory_total_bytes",
-        "Memory of the GPU (NVML). Absent where NVML has no figure, as on GPUs that share the system's memory.",
-        ("gpu", "uuid"),
-        lambda gpu: [((), gpu.memory_total_bytes)],
-    ),
-    Family(
-        "kvcache_gpu_memory_used_bytes",
-        "Memory in use (NVML). vLLM takes its pool at start, so this is not the use of the KV cache. Drivers without "
-        "memory v2 count the reserved part in; then kvcache_gpu_memory_reserved_bytes is absent.",
-        ("gpu", "uuid"),
-        lambda gpu: [((), gpu.memory_used_bytes)],
-    ),
-    Family(
-        "kvcache_gpu_memory_reserved_bytes",
-        "Memory that the driver keeps for itself (NVML memory v2).",
-        ("gpu", "uuid"),
-        lambda gpu: [((), gpu.memory_reserved_bytes)],
-    ),
-    Family(
-        "kvcache_gpu_up",
-        "1 for a GPU that answers, 0 for one that was seen and is lost.",
-        ("gpu", "uuid"),
-        lambda gpu: [((), float(not gpu.lost))],
-    ),
-)
-
-GPU_INFO = Family(
-    "kvcache_gpu_info",
-    "1; name of the GPU and version of its driver.",
-    ("gpu", "uuid", "name", "driver_version", "simulated"),
-    lambda gpu, driver_version, simulated: [((gpu.name or "", driver_version or "", simulated), 1)],
-)
-
-BUILD_INFO = Family(
-    "kvcache_exporter_build_info",
-    "1; version of the exporter, and whether what it shows is simulated.",
-    ("version", "simulated"),
-    lambda simulated: [((__version__, simulated), 1)],
-)
-
-FAMILIES = (*ENGINE_FAMILIES, ENGINE_INFO, *TARGET_FAMILIES, *HEALTH_FAMILIES, *GPU_FAMILIES, GPU_INFO, BUILD_INFO)
 
 
 def _engine_info(engine: EngineSnapshot, target: TargetSnapshot, simulated: str) -> tuple[str, ...]:
@@ -405,6 +316,7 @@ def _engine_info(engine: EngineSnapshot, target: TargetSnapshot, simulated: str)
         target.vllm_version,
         None if layout is None else ",".join(sorted({group.spec.kind for group in layout.groups})),
         engine.layout_source,
+        engine.weights_source,
         reading.cache_dtype,
         reading.block_size,
         target.tensor_parallel_size,
