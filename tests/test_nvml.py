@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 from fake_nvml import FakeNvml, Step, load_steps
 from kvcache_exporter.errors import SourceError
 from kvcache_exporter.gpu_reading import THROTTLE_REASONS, GpuProcess, GpuReading, MigInstance
-from kvcache_exporter.sources.nvml import NvmlSource
+from kvcache_exporter.sources.nvml import NvmlSource, bindings
+from kvcache_exporter.sources.nvml.bindings import describe_bindings
 from kvcache_exporter.sources.nvml.reader import DeviceReader
 from lab import wait_until
 
@@ -572,7 +574,7 @@ def test_gpu_that_hangs_is_lost_until_its_call_returns(fake_nvml: FakeNvml, hast
     fake_nvml.show({"devices": hanging})
     for _ in range(20):
         reading = hasty.read()
-        assert reading.gpus == (expected(0, "GPU-0"), lost, expected(2, "GPU-2"))
+        assert reading.gpus == (expected(0, "GPU-0"), expected(2, "GPU-2"), lost)
         assert reading.device_errors == {"hung": 1}
         assert len(device_threads()) == 1
     others = [fake_nvml.device_calls(index) for index in (0, 2)]
@@ -596,7 +598,7 @@ def test_gpu_that_hangs_at_start_is_known_by_what_it_said(
     fake_nvml: FakeNvml, hasty: NvmlSource, function: str, name: str | None
 ) -> None:
     fake_nvml.show({"devices": [gpu(0, "GPU-aaaa", hang_on=function), gpu(1, "GPU-bbbb")]})
-    assert hasty.read().gpus == (GpuReading("GPU-aaaa", 0, name, lost=True), expected(1, "GPU-bbbb"))
+    assert hasty.read().gpus == (expected(1, "GPU-bbbb"), GpuReading("GPU-aaaa", 0, name, lost=True))
 
 
 def test_gpu_that_hangs_before_it_says_who_it_is(fake_nvml: FakeNvml, hasty: NvmlSource) -> None:
@@ -609,7 +611,7 @@ def test_two_gpus_that_hang_cost_two_threads_and_all_that_hang_the_reading(fake_
     stuck = [{**device, "hang_on": "nvmlDeviceGetUtilizationRates"} for device in whole]
     fake_nvml.show({"devices": [*stuck[:2], whole[2]]})
     for _ in range(3):
-        assert [gpu.lost for gpu in hasty.read().gpus] == [True, True, False]
+        assert [gpu.lost for gpu in hasty.read().gpus] == [False, True, True]
         assert len(device_threads()) == 2
     fake_nvml.show({"devices": stuck})
     for _ in range(3):
@@ -668,7 +670,8 @@ def test_scripted_library_refuses_functions_that_it_does_not_have(fake_nvml: Fak
 
 
 READ_IN_NEW_PROCESS = """
-from kvcache_exporter.sources.nvml import NoNvmlLibraryError, NvmlSource
+from kvcache_exporter.sources.nvml import NoNvmlLibraryError, NvmlSource, bindings
+from kvcache_exporter.sources.nvml.bindings import describe_bindings
 
 source = NvmlSource()
 for _ in range(2):
@@ -712,3 +715,11 @@ def test_library_that_cannot_be_loaded_is_named_with_the_words_of_the_loader(tmp
 def test_scripted_library_serves_other_processes(fake_nvml: FakeNvml) -> None:
     fake_nvml.show({"devices": [gpu(0, "GPU-aaaa")]})
     assert read_in_new_process(fake_nvml.environment()) == ["['GPU-aaaa']"] * 2
+
+
+def test_package_behind_the_bindings_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 56: the old package `pynvml` installs a module of the same name."""
+    installed = metadata.version("nvidia-ml-py")
+    assert describe_bindings() == f"nvidia-ml-py {installed}"
+    monkeypatch.setattr(bindings, "packages_distributions", lambda: {"pynvml": ["pynvml", "nvidia-ml-py"]})
+    assert describe_bindings() == f"nvidia-ml-py {installed}; uninstall pynvml, which has a module of the same name"

@@ -5,6 +5,7 @@ What is only needed to run is imported by the command that runs it, so that `--h
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvcache_exporter.capture import Recorder
     from kvcache_exporter.config import Config, ListenAddress
     from kvcache_exporter.node_gpus import GpuSources
+
+log = logging.getLogger(__name__)
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -118,14 +121,16 @@ def demo(listen_address: str | None, duration: float | None, log_level: str) -> 
 def _gpu_sources(config: Config) -> GpuSources:
     from kvcache_exporter.node_gpus import GpuSources
     from kvcache_exporter.sources.nvml import NvmlSource
+    from kvcache_exporter.sources.nvml.bindings import describe_bindings
     from kvcache_exporter.sources.pod_resources import PodResources
     from kvcache_exporter.sources.processes import ProcessTable, sees_host_processes
 
+    log.info("reading NVML", extra={"fields": {"bindings": describe_bindings()}})
     timeout = config.poll_timeout_seconds
     socket = config.pod_resources_socket
     return GpuSources(
-        # Half of it, so that the GPUs behind one that hangs are read in time.
-        NvmlSource(device_timeout_seconds=timeout / 2),
+        # A part of it, so that the GPUs behind two that begin to hang are read in time.
+        NvmlSource(device_timeout_seconds=timeout / 3),
         # NVML's pids are the host's: in a container with pids of its own they would be those of others.
         processes=ProcessTable() if sees_host_processes() else None,
         pod_resources=None if socket is None else PodResources(socket, timeout_seconds=timeout),

@@ -46,7 +46,7 @@ class GpuReading:
     THROTTLE_REASONS. `ecc_uncorrected_errors` counts since the driver was loaded, `xid_errors` by Xid since the exporter
     started. `processes` has each pid once; None when NVML gives no list, and an empty one is no proof that there are none.
 
-    A GPU that was seen before, or is counted by NVML, and does not answer now has `lost` set and no figures.
+    A GPU that was seen before, or is counted by NVML, and does not answer now has `lost` set and no figures but its Xid errors.
     """
 
     uuid: str

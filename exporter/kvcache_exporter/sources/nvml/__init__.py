@@ -8,7 +8,7 @@ replaced by another version; that needs a new process, and the message of the er
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import pynvml  # type: ignore[import-untyped]
@@ -91,26 +91,27 @@ class NvmlSource:
             errors["hung"] += count - len(results)
         _raise_if_none_answers(count, results)
         gpus: dict[str, GpuReading] = {}
-        silent = []
-        for index in range(count):
-            found = results[index].gpus if index in results else self._hung_gpu(index)
-            for gpu in found:
+        for result in results.values():
+            for gpu in result.gpus:
                 gpus.setdefault(gpu.uuid, gpu)
-            if not found:
-                silent.append(index)
         self._seen.update((gpu.uuid, gpu) for gpu in gpus.values() if gpu.mig is None)
-        lost = [self._lost(gpu.uuid, gpu.index, gpu.name) for gpu in self._seen.values() if gpu.uuid not in gpus]
+        self._see_hung(index for index in range(count) if index not in results)
+        lost = [self._lost(gpu) for gpu in self._seen.values() if gpu.uuid not in gpus]
         # A GPU that was known is what is silent in its place: one broken card is not to be two.
         places = {gpu.index for gpu in lost}
+        silent = [index for index in range(count) if index not in results or not results[index].gpus]
         unknown = [GpuReading("", index, lost=True) for index in silent if index not in places]
         return (*gpus.values(), *lost, *unknown)
 
-    def _hung_gpu(self, index: int) -> tuple[GpuReading, ...]:
-        identity = self._reader.identities.get(index)
-        return () if identity is None else (self._lost(identity[0], index, identity[1]),)
+    def _see_hung(self, indexes: Iterable[int]) -> None:
+        """Remember what devices said of themselves before they hung, which can be all that they ever said."""
+        for index in indexes:
+            uuid, name = self._reader.identities.get(index, ("", None))
+            if uuid:
+                self._seen.setdefault(uuid, GpuReading(uuid, index, name))
 
-    def _lost(self, uuid: str, index: int | None, name: str | None) -> GpuReading:
-        return GpuReading(uuid, index, name, lost=True, xid_errors=self._events.counts(uuid))
+    def _lost(self, gpu: GpuReading) -> GpuReading:
+        return GpuReading(gpu.uuid, gpu.index, gpu.name, lost=True, xid_errors=self._events.counts(gpu.uuid))
 
 
 def _raise_if_none_answers(count: int, results: Mapping[int, DeviceResult]) -> None:
