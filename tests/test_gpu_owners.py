@@ -11,6 +11,7 @@ from kvcache_exporter.gpu_owners import (
     find_container,
     pod_gpus,
     process_gpus,
+    uuid_of_device,
 )
 from kvcache_exporter.gpu_reading import GpuProcess, GpuReading
 
@@ -54,6 +55,15 @@ def test_gpus_of_a_pod_are_those_of_its_one_engine() -> None:
     assert pod_gpus([A, B], ONE) == ()
     assert pod_gpus([A, B], DP2) == ()
     assert pod_gpus([], ONE) == ()
+
+
+def test_devices_of_the_kubelet_are_uuids_or_device_files() -> None:
+    """GKE counts minor numbers, which are not NVML's indexes."""
+    gpus = [GpuReading(A, 0, minor_number=1), GpuReading(B, 1, minor_number=0), GpuReading("MIG-a", 1)]
+    named = {
+        device: uuid_of_device(device, gpus) for device in (A, "MIG-a", "nvidia0", "nvidia2", "nvidia0/gi1", "0", "nvidiaNone")
+    }
+    assert named == {A: A, "MIG-a": "MIG-a", "nvidia0": B, "nvidia2": None, "nvidia0/gi1": None, "0": None, "nvidiaNone": None}
 
 
 def test_pod_is_found_by_name_and_container() -> None:

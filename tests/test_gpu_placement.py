@@ -281,13 +281,15 @@ def kubelet_lab(labs: Labs, socket_path: Path) -> Lab:
 
 
 def test_kubelet_joins_pods_and_gpus_and_follows_them(labs: Labs, fake_nvml: FakeNvml, kubelet: KubeletServer) -> None:
-    fake_nvml.show({"devices": [device(0), device(1)]})
+    fake_nvml.show({"devices": [device(0), device(1, minor_number=5)]})
     lab = kubelet_lab(labs, kubelet.socket).poll()
     assert owners(lab) == [("0", "GPU-1", "pod_resources")]
     assert split_of(lab, "GPU-1")["kv_cache"] == POOL
     assert lab.value("kvcache_up", source="pod_resources") == 1
     kubelet.pods = [Pod("ml", "llama-0", {"vllm": [("nvidia.com/gpu", ["GPU-0::1"])]})]
     assert owners(lab.poll()) == [("0", "GPU-0", "pod_resources")]
+    kubelet.pods = [Pod("ml", "llama-0", {"vllm": [("nvidia.com/gpu", ["nvidia5"])]})]
+    assert owners(lab.poll()) == [("0", "GPU-1", "pod_resources")]
     kubelet.pods = []
     assert owners(lab.poll()) == []
 

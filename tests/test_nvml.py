@@ -352,8 +352,8 @@ def test_facts_that_do_not_change_are_asked_once_in_a_session(fake_nvml: FakeNvm
         before = fake_nvml.device_calls(0)
         source.read()
         calls.append(fake_nvml.device_calls(0) - before)
-    # Name, clock, bus width, registration of events, and whether there is MIG.
-    assert calls == [calls[0], calls[0] - 5, calls[0] - 5]
+    # Name, clock, bus width, minor number, registration of events, and whether there is MIG.
+    assert calls == [calls[0], calls[0] - 6, calls[0] - 6]
 
 
 def test_fact_that_failed_is_asked_again(fake_nvml: FakeNvml, source: NvmlSource) -> None:

@@ -18,7 +18,7 @@ PROCESS = "process"
 
 @dataclass(frozen=True)
 class ContainerGpus:
-    """The GPUs that the kubelet has given to one container: uuids, or NVML indexes in digits, as its device plugin names them.
+    """The GPUs that the kubelet has given to one container, as its device plugin names them: uuids, or device files.
 
     `shared` is set where others may have been given the same GPU (time slicing, MPS).
     """
@@ -136,6 +136,16 @@ def _stages(uuids: Sequence[str], parallelism: Parallelism) -> tuple[int, ...] |
     if len(uuids) < parallelism.ranks and parallelism.pipeline_parallel_size > 1:
         return None
     return tuple(rank // parallelism.tensor_parallel_size for rank in range(len(uuids)))
+
+
+def uuid_of_device(device: str, gpus: Sequence[GpuReading]) -> str | None:
+    """The uuid that a device of a ContainerGpus stands for; None where it names no GPU or MIG instance here.
+
+    GKE's plugin names device files, such as `nvidia0`; their number is not NVML's index.
+    """
+    uuid_of = {f"nvidia{gpu.minor_number}": gpu.uuid for gpu in gpus if gpu.minor_number is not None}
+    uuid_of.update({gpu.uuid: gpu.uuid for gpu in gpus})
+    return uuid_of.get(device)
 
 
 def find_container(containers: Sequence[ContainerGpus], pod: str) -> ContainerGpus | None:

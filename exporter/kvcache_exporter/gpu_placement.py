@@ -16,6 +16,7 @@ from kvcache_exporter.gpu_owners import (
     owners_of,
     pod_gpus,
     process_gpus,
+    uuid_of_device,
 )
 from kvcache_exporter.gpu_reading import GpuReading, NvmlReading
 from kvcache_exporter.memory_bandwidth import bandwidth_utilization
@@ -74,7 +75,7 @@ class GpuPlacement:
         if config.pod is not None and node.containers is not None:
             container = find_container(node.containers, config.pod)
             devices = () if container is None else container.devices
-            uuids = [uuid for device in devices for uuid in resolve_devices(order, [device])]
+            uuids = [uuid for device in devices if (uuid := uuid_of_device(device, nvml.gpus)) is not None]
             if uuids and len(uuids) == len(devices):
                 return pod_gpus(uuids, parallelism)
         processes = (node.processes or {}).get(target.name, ())

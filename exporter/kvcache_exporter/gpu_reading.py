@@ -42,9 +42,10 @@ class GpuReading:
     instances have them, so that sums over readings are right.
 
     `utilization_ratio` is the share of time in which a kernel ran, `memory_utilization_ratio` in which memory was read or
-    written. `max_memory_clock_hertz` and `memory_bus_width_bits` make the peak bandwidth. `throttle_reasons` are of
-    THROTTLE_REASONS. `ecc_uncorrected_errors` counts since the driver was loaded, `xid_errors` by Xid since the exporter
-    started. `processes` has each pid once; None when NVML gives no list, and an empty one is no proof that there are none.
+    written. `max_memory_clock_hertz` and `memory_bus_width_bits` make the peak bandwidth. `minor_number` is N of the device file
+    /dev/nvidiaN. `throttle_reasons` are of THROTTLE_REASONS. `ecc_uncorrected_errors` counts since the driver was loaded,
+    `xid_errors` by Xid since the exporter started. `processes` has each pid once; None when NVML gives no list, and an empty one
+    is no proof that there are none.
 
     A GPU that was seen before, or is counted by NVML, and does not answer now has `lost` set and no figures but its Xid errors.
     """
@@ -62,6 +63,7 @@ class GpuReading:
     memory_utilization_ratio: float | None = None
     max_memory_clock_hertz: float | None = None
     memory_bus_width_bits: int | None = None
+    minor_number: int | None = None
     throttle_reasons: frozenset[str] | None = None
     ecc_uncorrected_errors: int | None = None
     xid_errors: Mapping[int, int] = field(default_factory=lambda: _NO_XIDS)

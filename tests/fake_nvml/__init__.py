@@ -27,6 +27,7 @@ and for each device, and for each MIG instance:
     utilization         {gpu, memory} in percent, or error
     memory_clock_mhz    number, or error
     bus_width_bits      number, or error
+    minor_number        number, or error
     throttle            list of pynvml's names without `nvmlClocksEventReason`, or the bits as a number, or error
     ecc_uncorrected     number, or error
     compute_processes, graphics_processes, mps_processes
@@ -241,6 +242,7 @@ _FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "utilization": ("utilization", partial(_fields, ("gpu", "memory"))),
     "memory_clock_mhz": ("memory_clock", str),
     "bus_width_bits": ("bus_width", str),
+    "minor_number": ("minor_number", str),
     "throttle": ("throttle", _throttle),
     "ecc_uncorrected": ("ecc", str),
     "compute_processes": ("compute", _processes),

@@ -22,7 +22,7 @@
  *   D.memory_v1 TOTAL FREE USED
  *   D.memory_v2 TOTAL RESERVED FREE USED
  *   D.utilization GPU MEMORY        percent
- *   D.memory_clock MHZ, D.bus_width BITS
+ *   D.memory_clock MHZ, D.bus_width BITS, D.minor_number N
  *   D.throttle BITS, D.ecc COUNT
  *   D.compute PID:BYTES ..., D.graphics ..., D.mps ...     processes
  *   D.events ok                     nvmlDeviceRegisterEvents
@@ -486,6 +486,16 @@ int nvmlDeviceGetMemoryBusWidth(void *handle, unsigned int *bits)
 
     if (code == OK)
         sscanf(value, "%u", bits);
+    return code;
+}
+
+int nvmlDeviceGetMinorNumber(void *handle, unsigned int *number)
+{
+    char value[VALUE];
+    int code = ask_device(__func__, handle, "minor_number", NOT_SUPPORTED, value);
+
+    if (code == OK)
+        sscanf(value, "%u", number);
     return code;
 }
 

@@ -103,6 +103,12 @@ def memory_bus_width_bits(handle: Handle) -> int | None:
     return bits or None
 
 
+def minor_number(handle: Handle) -> int:
+    """Return N of the device file /dev/nvidiaN."""
+    number: int = pynvml.nvmlDeviceGetMinorNumber(handle)
+    return number
+
+
 def throttle_reasons(handle: Handle) -> frozenset[str]:
     """Return why the clocks are lower than they could be now, of gpu_reading.THROTTLE_REASONS."""
     bits = _newest(_THROTTLE_REASONS, handle)

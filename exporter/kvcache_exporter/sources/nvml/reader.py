@@ -85,6 +85,7 @@ class DeviceReader:
             memory_utilization_ratio=access,
             max_memory_clock_hertz=self._fact(asked, device.max_memory_clock_hertz, uuid, handle),
             memory_bus_width_bits=self._fact(asked, device.memory_bus_width_bits, uuid, handle),
+            minor_number=self._fact(asked, device.minor_number, uuid, handle),
             throttle_reasons=asked.ask(device.throttle_reasons, handle),
             ecc_uncorrected_errors=asked.ask(device.ecc_uncorrected_errors, handle),
             xid_errors=self._events.counts(uuid),
