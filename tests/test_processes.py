@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvcache_exporter.gpu_owners import EngineProcess
@@ -19,8 +20,18 @@ from lab import free_port
 SERVER = """
 import socket, subprocess, sys
 listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
-workers = [subprocess.Popen([title, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE) for title in sys.argv[3:]]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+workers = [subprocess.Popen([title, "-c", sys.argv[3]], executable=sys.executable, **pipes) for title in sys.argv[4:]]
+for worker in workers:
+    worker.stdout.readline()
 print(*(worker.pid for worker in workers), flush=True)
+input()
+"""
+WORKER = "print(flush=True); input()"
+ENGINE_WITH_A_WORKER = """
+import subprocess
+subprocess.Popen(["VLLM::Worker_TP0", "-c", "input()"], executable="/proc/self/exe", stdin=subprocess.PIPE)
+print(flush=True)
 input()
 """
 
@@ -31,10 +42,17 @@ class Servers:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def start(self, *titles: str, host: str = "127.0.0.1", port: int | None = None, prefix: tuple[str, ...] = ()) -> Server:
+    def start(
+        self,
+        *titles: str,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        prefix: tuple[str, ...] = (),
+        code: str = WORKER,
+    ) -> Server:
         port = free_port() if port is None else port
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", SERVER, host, str(port), *titles],
+            [*prefix, sys.executable, "-c", SERVER, host, str(port), code, *titles],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -83,6 +101,14 @@ def test_titles_tell_ranks(servers: Servers) -> None:
         server.workers[2]: EngineProcess(server.workers[2], None, None, 2),
         server.workers[3]: EngineProcess(server.workers[3]),
     }
+
+
+def test_worker_without_a_rank_in_its_title_has_that_of_its_engine(servers: Servers) -> None:
+    """As vLLM 0.32 names them with data parallelism: VLLM::EngineCore_DP1, and below it VLLM::Worker_TP0."""
+    server = servers.start("VLLM::EngineCore_DP1", code=ENGINE_WITH_A_WORKER)
+    (worker,) = psutil.Process(server.workers[0]).children()
+    found = ProcessTable().engines_of({"t": server.url}, [worker.pid])
+    assert found == {"t": (EngineProcess(worker.pid, data_parallel_rank=1, tensor_parallel_rank=0),)}
 
 
 def test_server_that_holds_the_memory_itself_is_found(servers: Servers) -> None:

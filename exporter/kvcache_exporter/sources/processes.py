@@ -2,7 +2,8 @@
 
 An engine is found by the port that it listens on: the process that listens is the API server, and the engine's workers are its
 children (`vllm serve`) or, with several API servers, children of the parent that holds the socket too. Titles such as
-`VLLM::Worker_DP1_PP0_TP3` tell ranks (vLLM `v1/executor/multiproc_executor.py` and `v1/engine/core.py`, `set_process_title`).
+`VLLM::EngineCore_DP1` and `VLLM::Worker_PP0_TP3` tell ranks (vLLM `v1/executor/multiproc_executor.py` and `v1/engine/core.py`,
+`set_process_title`).
 """
 
 from __future__ import annotations
@@ -99,9 +100,16 @@ def _shares_our_network(pid: int) -> bool:
 
 
 def _engine_process(process: psutil.Process) -> EngineProcess:
-    title = " ".join(process.cmdline()) or process.name()
-    ranks = {kind: int(rank) for kind, rank in _RANK.findall(title)} if _TITLE.match(title) else {}
+    """The process with the ranks of its title; what that leaves out, such as a worker's engine, is in those of its ancestors."""
+    ranks: dict[str, int] = {}
+    for one in (process, *process.parents()):
+        ranks = {**_ranks_in_title(one), **ranks}
     return EngineProcess(process.pid, ranks.get("DP"), ranks.get("PP"), ranks.get("TP"))
+
+
+def _ranks_in_title(process: psutil.Process) -> dict[str, int]:
+    title = " ".join(process.cmdline()) or process.name()
+    return {kind: int(rank) for kind, rank in _RANK.findall(title)} if _TITLE.match(title) else {}
 
 
 def _place(url: str, local: Collection[str]) -> tuple[frozenset[str], int] | None:
