@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# The real ones, for the tests.
+PROGRAMS := .cache/prometheus/bin/prometheus .cache/alertmanager/bin/prometheus-alertmanager
 
 .PHONY: demo test lint suite pythons golden test-vllm clean
 
@@ -17,10 +19,10 @@ lint: $(VENV)/.test-ready  ## ruff and mypy --strict.
 	$(BIN)/ruff format --check exporter tests
 	$(BIN)/mypy
 
-suite: $(VENV)/.test-ready .cache/prometheus/bin/prometheus  ## The test suite on the Python of the virtual environment.
+suite: $(VENV)/.test-ready $(PROGRAMS)  ## The test suite on the Python of the virtual environment.
 	$(BIN)/python -m pytest
 
-pythons: .cache/prometheus/bin/prometheus  ## The test suite on every other Python from 3.10 to 3.13 that this machine has.
+pythons: $(PROGRAMS)  ## The test suite on every other Python from 3.10 to 3.13 that this machine has.
 	tests/tools/each-python
 
 golden: $(VENV)/.test-ready  ## Write the golden pages and the metric reference anew, to be read as a diff.
@@ -44,4 +46,7 @@ $(VENV)/.test-ready: pyproject.toml | $(BIN)/pip
 	touch $@ $(VENV)/.demo-ready
 
 .cache/prometheus/bin/prometheus:
-	tests/tools/get-prometheus .cache/prometheus
+	tests/tools/get-programs .cache/prometheus prometheus prometheus promtool
+
+.cache/alertmanager/bin/prometheus-alertmanager:
+	tests/tools/get-programs .cache/alertmanager prometheus-alertmanager prometheus-alertmanager amtool

@@ -11,7 +11,7 @@ from lab import Upstream
 
 pytest_plugins = ["fake_nvml.plugin"]
 
-PROMETHEUS = Path(__file__).parent.parent / ".cache" / "prometheus" / "bin"
+CACHE = Path(__file__).parent.parent / ".cache"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +28,16 @@ def upstream() -> Iterator[Upstream]:
 @pytest.fixture(scope="session")
 def prometheus() -> Path:
     """The folder of the real `prometheus` and `promtool`; `make test` puts them there."""
-    if not (PROMETHEUS / "promtool").exists():
-        pytest.fail(f"no prometheus in {PROMETHEUS}: run `make suite`, or tests/tools/get-prometheus .cache/prometheus")
-    return PROMETHEUS
+    return _programs(CACHE / "prometheus" / "bin", "promtool")
+
+
+@pytest.fixture(scope="session")
+def alertmanager() -> Path:
+    """The folder of the real `prometheus-alertmanager` and `amtool`; `make test` puts them there."""
+    return _programs(CACHE / "alertmanager" / "bin", "amtool")
+
+
+def _programs(folder: Path, program: str) -> Path:
+    if not (folder / program).exists():
+        pytest.fail(f"no {program} in {folder}: run `make suite`, which gets it")
+    return folder
