@@ -49,4 +49,4 @@ $(VENV)/.test-ready: pyproject.toml | $(BIN)/pip
 	tests/tools/get-programs .cache/prometheus prometheus prometheus promtool
 
 .cache/alertmanager/bin/prometheus-alertmanager:
-	tests/tools/get-programs .cache/alertmanager prometheus-alertmanager prometheus-alertmanager amtool
+	tests/tools/get-alertmanager .cache/alertmanager
