@@ -88,7 +88,7 @@ def soonest(result: dict[float, LoadForecast]) -> float:
 
 def test_nothing_is_known_at_first() -> None:
     history = LoadHistory(WINDOW)
-    unknown = LoadForecast(None, None)
+    unknown = LoadForecast(None, None, None)
     assert history.forecast(usable_blocks=1000, blocks_per_request=BLOCKS, max_num_seqs=None) == unknown
     history.observe(0, started=100, running=5, waiting=0, used_blocks=250)
     assert history.forecast(usable_blocks=1000, blocks_per_request=BLOCKS, max_num_seqs=None) == unknown
@@ -96,8 +96,8 @@ def test_nothing_is_known_at_first() -> None:
 
 def test_idle_engine_is_never_full() -> None:
     result = forecasts([Page(at, 7, 0, 0, 0) for at in range(400)], 1000)
-    assert result[100] == LoadForecast(None, None)
-    assert result[399] == LoadForecast(math.inf, 0.0)
+    assert result[100] == LoadForecast(None, None, None)
+    assert result[399] == LoadForecast(math.inf, 0.0, 0.0)
 
 
 def test_no_typical_request_ever_fits_into_a_smaller_cache() -> None:
@@ -251,3 +251,35 @@ def test_whatever_pages_say_the_forecast_is_a_time(
         result = history.forecast(usable_blocks=usable, blocks_per_request=block, max_num_seqs=seats)
         assert result.exhaustion_seconds is None or result.exhaustion_seconds >= 0
         assert result.offered_load_ratio is None or 0 <= result.offered_load_ratio < math.inf
+
+
+def closed_loop(level: float, *, swing: float) -> LoadForecast:
+    """What is foretold of 200 requests that run at all times, each a client that asks again; usage swings by a share of itself."""
+    rng = random.Random(1)
+    running, residence, blocks = 200, 20.0, 100
+    held = running * blocks / 2
+    history = LoadHistory(WINDOW)
+    for at in range(0, 1200, 5):
+        used = round(held * (1 + rng.gauss(0, swing)))
+        history.observe(at, started=int(at * running / residence), running=running, waiting=0, used_blocks=used)
+    return history.forecast(usable_blocks=int(held / level), blocks_per_request=blocks, max_num_seqs=None)
+
+
+@pytest.mark.parametrize(("level", "swing"), [(0.8, 0.02), (0.9, 0.01), (0.95, 0.0), (0.95, 0.005)])
+def test_steady_high_level_never_fills_the_cache(level: float, swing: float) -> None:
+    """Less than what independent arrivals would make it swing, and long enough watched to know."""
+    forecast = closed_loop(level, swing=swing)
+    assert forecast.exhaustion_seconds == math.inf
+    assert forecast.offered_load_trend_per_second == 0
+
+
+def test_high_level_that_swings_up_to_the_full_cache_is_foretold_to_fill_it() -> None:
+    forecast = closed_loop(0.95, swing=0.025)
+    assert forecast.exhaustion_seconds is not None
+    assert forecast.exhaustion_seconds < 300
+
+
+def test_rising_load_shows_its_trend() -> None:
+    rising = forecasts(pages(poisson(lambda at: 0.5 + at / 300, 3.5, 900, 3), 900), 10_000)[900]
+    assert rising.offered_load_trend_per_second is not None
+    assert rising.offered_load_trend_per_second > 0

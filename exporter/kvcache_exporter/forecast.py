@@ -26,6 +26,10 @@ _RESIDENCES = 2
 _HORIZON_WINDOWS = 12
 # Chance of having filled up, at whose time the forecast stands: -ln(1 - 1/2) passages are then expected.
 _PASSAGES = math.log(2)
+# A variance estimated from n independent sights is good to sqrt(2 / n); from fewer it says nothing, and it is off by more than
+# three times that in one of some hundred cases.
+_FEWEST_SIGHTS = 5
+_SURE = 3.0
 # Below this share of the mean a swing is none, and its density beyond what floats can hold.
 _NOTHING = 1e-9
 # Steps, in geometric progression, from a quarter of the swing's time to the horizon.
@@ -38,10 +42,12 @@ class LoadForecast:
 
     `exhaustion_seconds`: until no typical request fits; infinite when the traffic does not fill the cache.
     `offered_load_ratio`: blocks that the traffic needs in steady state over the blocks there are; more than 1 cannot be served.
+    `offered_load_trend_per_second`: how much that changes a second; 0 unless the window shows a trend.
     """
 
     exhaustion_seconds: float | None
     offered_load_ratio: float | None
+    offered_load_trend_per_second: float | None
 
 
 class LoadHistory:
@@ -58,11 +64,12 @@ class LoadHistory:
         """What the window's traffic does to `usable_blocks`, where a typical request holds `blocks_per_request` at its peak."""
         traffic = self._traffic(blocks_per_request)
         if traffic is None or usable_blocks <= 0:
-            return LoadForecast(None, None)
+            return LoadForecast(None, None, None)
         level = usable_blocks - blocks_per_request
         return LoadForecast(
             exhaustion_seconds=_time_to_fill(traffic, level, max_num_seqs, self._window.window_seconds * _HORIZON_WINDOWS),
             offered_load_ratio=traffic.load / usable_blocks,
+            offered_load_trend_per_second=traffic.slope / usable_blocks,
         )
 
     def _traffic(self, blocks_per_request: float) -> _Traffic | None:
@@ -99,7 +106,10 @@ class LoadHistory:
             load=max(load, 0.0),
             slope=trend,
             watched=total.seconds,
-            clump=max(_clump(total, variance, swing), blocks_per_request * _together(total)),
+            clump=max(
+                _clump(total, variance, swing),
+                min(blocks_per_request * _together(total), _clump_at_most(total, variance, swing)),
+            ),
             swing=swing,
             held=held,
             # A request's blocks grow from few to its peak: spread evenly over those, if the pages have not shown more.
@@ -225,6 +235,18 @@ def _correlation_seconds(bins: Sequence[LoadBin], slope: float, variance: float,
 def _clump(total: LoadSums, variance: float, swing: float) -> float:
     """Variance of usage over its mean, as seen, widened by how little the window tells about the mean itself."""
     return variance / (total.used / total.seconds) * (1 + 2 * swing / total.seconds) if total.used > 0 else 0.0
+
+
+def _clump_at_most(total: LoadSums, variance: float, swing: float) -> float:
+    """The most that the variance over the mean can be, given as many independent sights of usage as swings were watched.
+
+    Requests that come independently make usage vary by a request's blocks at least. Those of a closed loop, where a client asks
+    again when it is answered, do not: at a steady 95 % they never fill the cache, and enough of it has been seen to say so.
+    """
+    sights = total.seconds / swing if swing > 0 else 0.0
+    if sights < _FEWEST_SIGHTS or total.used <= 0:
+        return math.inf
+    return variance / (total.used / total.seconds) * (1 + _SURE * math.sqrt(2 / sights))
 
 
 def _together(total: LoadSums) -> float:

@@ -24,8 +24,8 @@ class EngineSnapshot:
     `layout_source` is `computed`, or `assumed` for an unknown architecture that was taken for a plain decoder; `weights_source`
     tells where `weights` come from. `state` is one of engine_state.STATES. `usage_suspect`: the engine reports a usage that
     cannot be true of the requests that it runs. `exhaustion_seconds` is when no typical request will fit at the present trend
-    (inf: never), `offered_load_ratio` the share of the pool that present traffic needs. `gpus` are those that it is known to run
-    on.
+    (inf: never), `offered_load_ratio` the share of the pool that present traffic needs, `offered_load_trend_per_second` how that
+    changes. `gpus` are those that it is known to run on.
     """
 
     reading: EngineReading
@@ -38,6 +38,7 @@ class EngineSnapshot:
     usage_suspect: bool = False
     exhaustion_seconds: float | None = None
     offered_load_ratio: float | None = None
+    offered_load_trend_per_second: float | None = None
     prefix: PrefixSavings | None = None
     weights: Weights | None = None
     weights_source: str | None = None

@@ -199,7 +199,8 @@ class TargetHistory:
         )
         snapshot = replace(snapshot, headroom=headroom, prefix=traffic.prefix)
         typical = headroom.of(TYPICAL_LENGTH)
-        if traffic.mix is None or typical is None or typical.remaining is None:
+        # Without a layout a typical request counts as one of max_model_len, which no forecast can be made of.
+        if traffic.mix is None or layout is None or typical is None or typical.remaining is None:
             return snapshot
         forecast = history.forecast(usable_blocks=capacity.usable_blocks, blocks_per_request=typical.blocks, seats=limits.seats)
         is_full = typical.remaining == 0 and headroom.binding_limit in MEMORY_LIMITS
@@ -207,6 +208,7 @@ class TargetHistory:
             snapshot,
             exhaustion_seconds=0.0 if is_full else forecast.exhaustion_seconds,
             offered_load_ratio=forecast.offered_load_ratio,
+            offered_load_trend_per_second=forecast.offered_load_trend_per_second,
         )
 
 

@@ -179,6 +179,12 @@ ENGINE_FAMILIES = (
         "grows. Absent until traffic has been seen for some time.",
         lambda engine: engine.offered_load_ratio,
     ),
+    _engine(
+        "kvcache_offered_load_trend_per_second",
+        "Change of kvcache_offered_load_ratio a second, where the requests of late show a trend (a rank test); 0 where they show "
+        "none. Absent until traffic has been seen for some time.",
+        lambda engine: engine.offered_load_trend_per_second,
+    ),
     _one_of(
         "kvcache_engine_state",
         "1 for the state that the engine is in, else 0: serving, idle, starting (no usage reported yet), asleep (its cache is "
