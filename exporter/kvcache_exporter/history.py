@@ -10,6 +10,7 @@ from kvcache_exporter.limits import waiting_for_capacity
 from kvcache_exporter.memory_bandwidth import DecodeReads, StepReads, StepsDone, decode_reads, steps_between
 from kvcache_exporter.prefix_sharing import PrefixSavings, PrefixSharing
 from kvcache_exporter.readings import EngineReading
+from kvcache_exporter.recent_latency import LatencyQuantiles, RecentLatency
 from kvcache_exporter.request_mix import RequestMix, RequestMixHistory
 from kvcache_exporter.running_requests import AgeGroup, RunningRequests
 
@@ -58,6 +59,8 @@ class EngineHistory:
         self._load = LoadHistory(self._window_seconds)
         self._polls_with_queue = 0
         self._steps: StepsDone | None = None
+        self._first_token = RecentLatency(self._window_seconds)
+        self._output_token = RecentLatency(self._window_seconds)
 
     def observe(self, at: float, reading: EngineReading) -> EngineCondition:
         """Take the reading of a page that was read `at` (Unix seconds); says in what state the engine is.
@@ -77,6 +80,7 @@ class EngineHistory:
             self._running.observe(before, reading)
             self._prefix.observe(max(0.0, at - self._at), before, reading)
             self._steps = steps_between(at - self._at, before, reading)
+            self._observe_latency(max(0.0, at - self._at), before, reading)
         self._observe_load(at, reading)
         self._polls_with_queue = self._polls_with_queue + 1 if waiting_for_capacity(reading) else 0
         self._is_stuck = before is not None and self._nobody_started(before, reading)
@@ -93,6 +97,10 @@ class EngineHistory:
         if earlier is None or later is None or earlier.count != later.count:
             return False
         return waiting_for_capacity(before) > 0 and waiting_for_capacity(after) > 0
+
+    def _observe_latency(self, seconds: float, before: EngineReading, after: EngineReading) -> None:
+        self._first_token.observe(seconds, before.time_to_first_token_seconds, after.time_to_first_token_seconds)
+        self._output_token.observe(seconds, before.inter_token_latency_seconds, after.inter_token_latency_seconds)
 
     def _observe_load(self, at: float, reading: EngineReading) -> None:
         started = reading.time_to_first_token_seconds
@@ -135,6 +143,14 @@ class EngineHistory:
     def decode_reads(self, step: StepReads | None) -> DecodeReads | None:
         """What one of the engine's GPUs has read a second between the last two pages, given what a step reads."""
         return None if self._steps is None else decode_reads(self._steps, step)
+
+    def time_to_first_token(self) -> LatencyQuantiles | None:
+        """Seconds from arrival to first token of the requests of late; None when there was none."""
+        return self._first_token.quantiles()
+
+    def time_per_output_token(self) -> LatencyQuantiles | None:
+        """Seconds between output tokens of late; None when there was none."""
+        return self._output_token.quantiles()
 
     def forecast(self, *, usable_blocks: int, blocks_per_request: float, seats: int | None) -> LoadForecast:
         """How the load of the cache goes on, given what a typical request takes at its most."""

@@ -14,6 +14,7 @@ from kvcache_exporter.kv_cache_spec import KVCacheLayout
 from kvcache_exporter.memory_bandwidth import DecodeReads
 from kvcache_exporter.prefix_sharing import PrefixSavings
 from kvcache_exporter.readings import EngineReading
+from kvcache_exporter.recent_latency import LatencyQuantiles
 from kvcache_exporter.weights import Weights
 
 
@@ -43,6 +44,8 @@ class EngineSnapshot:
     weights: Weights | None = None
     weights_source: str | None = None
     decode_reads: DecodeReads | None = None
+    time_to_first_token: LatencyQuantiles | None = None
+    time_per_output_token: LatencyQuantiles | None = None
     gpus: EngineGpus | None = None
     memory_bandwidth_utilization_ratio: float | None = None
 

@@ -180,6 +180,8 @@ class TargetHistory:
             usage_suspect=condition.usage_suspect,
             weights=None if weights is None else weights.weights,
             weights_source=None if weights is None else weights.source,
+            time_to_first_token=history.time_to_first_token(),
+            time_per_output_token=history.time_per_output_token(),
             decode_reads=history.decode_reads(_step_reads(weights, layout)),
         )
         capacity = snapshot.capacity

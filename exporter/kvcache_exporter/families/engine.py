@@ -8,6 +8,7 @@ from kvcache_exporter.capacity import REPORTED
 from kvcache_exporter.engine_state import STATES
 from kvcache_exporter.families.family import Family, Labelled
 from kvcache_exporter.limits import LIMITS
+from kvcache_exporter.recent_latency import LatencyQuantiles
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
 
 _ENGINE_LABELS = ("target", "engine", "model_name")
@@ -68,6 +69,16 @@ def _waiting(engine: EngineSnapshot) -> Iterator[Labelled]:
             yield (reason,), number
     else:
         yield ("unknown",), engine.reading.num_requests_waiting
+
+
+def _latency(name: str, documentation: str, read: Callable[[EngineSnapshot], LatencyQuantiles | None]) -> Family:
+    def each(engine: EngineSnapshot) -> Iterator[Labelled]:
+        quantiles = read(engine)
+        if quantiles is not None:
+            yield ("0.5",), quantiles.median
+            yield ("0.95",), quantiles.p95
+
+    return Family(name, documentation, (*_ENGINE_LABELS, "quantile"), each)
 
 
 def _bandwidth(engine: EngineSnapshot) -> Iterator[Labelled]:
@@ -259,6 +270,18 @@ ENGINE_FAMILIES = (
         "running requests hold). Hits on blocks that nobody holds take them off the free ones, and save none. 0 on models whose "
         "requests need blocks of several groups.",
         lambda engine: None if engine.prefix is None else engine.prefix.shared_ratio,
+    ),
+    _latency(
+        "kvcache_time_to_first_token_seconds",
+        "Time from the arrival of a request to its first token, of late (from the engine's histogram, interpolated within a "
+        "bucket). Absent when no request has started within window_seconds.",
+        lambda engine: engine.time_to_first_token,
+    ),
+    _latency(
+        "kvcache_time_per_output_token_seconds",
+        "Time between two output tokens of a request, of late (from the engine's histogram, interpolated within a bucket). "
+        "Absent when none was made within window_seconds.",
+        lambda engine: engine.time_per_output_token,
     ),
     Family(
         "kvcache_memory_bandwidth_utilization_ratio",
