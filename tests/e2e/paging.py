@@ -131,12 +131,28 @@ def paging(programs: Programs, folder: Path, targets: str, *, poll_seconds: floa
                 f"--web.listen-address=127.0.0.1:{prometheus}",
             ),
         ):
-            stack.enter_context(_running(folder, [str(part) for part in command]))
+            stack.enter_context(running_program(folder, [str(part) for part in command]))
         yield Running(webhook.notifications, f"http://127.0.0.1:{prometheus}")
 
 
 @contextmanager
-def _running(folder: Path, command: list[str]) -> Iterator[None]:
+def alertmanager_alone(programs: Path, folder: Path) -> Iterator[str]:
+    """An Alertmanager with the shipped routing and nobody to tell; yields its address."""
+    port = free_port()
+    command = [
+        str(programs / "prometheus-alertmanager"),
+        f"--config.file={ALERTMANAGER}",
+        f"--storage.path={folder / 'alertmanager'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--cluster.listen-address=",
+    ]
+    with running_program(folder, command):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def running_program(folder: Path, command: list[str]) -> Iterator[None]:
+    """Run a program with its output in a file of the folder, and kill it at the end."""
     with (
         (folder / f"{Path(command[0]).name}.log").open("wb") as log,
         subprocess.Popen(command, stdout=log, stderr=log) as process,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
-from paging import ALERTMANAGER, ROOT, Notification, Programs, Running, paging
+from paging import ALERTMANAGER, ROOT, Notification, Programs, Running, alertmanager_alone, paging
 
 from kvcache_exporter.simulator import EngineParameters, SimulatedEngineServer, TrafficParameters
 from lab import wait_until
@@ -93,6 +95,37 @@ def test_both_autoscalers_fill_engines_alike() -> None:
     (rule,) = yaml.safe_load((AUTOSCALING / "prometheus-adapter-values.yaml").read_text())["rules"]["external"]
     assert metric["external"]["metric"]["name"] == rule["name"]["as"]
     assert metric["external"]["target"]["averageValue"] == f"{float(trigger['threshold']) * 1000:.0f}m"
+
+
+def suppressed(address: str, alerts: Sequence[Mapping[str, str]]) -> set[tuple[str, str]]:
+    """(alert, engine) of those that an Alertmanager mutes when all of these fire."""
+    body = json.dumps([{"labels": labels} for labels in alerts]).encode()
+    request = urllib.request.Request(f"{address}/api/v2/alerts", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=5):
+        pass
+    with urllib.request.urlopen(f"{address}/api/v2/alerts", timeout=5) as response:
+        found = json.load(response)
+    assert len(found) == len(alerts)
+    muted = [alert["labels"] for alert in found if alert["status"]["inhibitedBy"]]
+    return {(labels["alertname"], labels["engine"]) for labels in muted}
+
+
+def test_what_has_happened_mutes_what_was_foreseen_of_the_same_engine(alertmanager: Path, tmp_path: Path) -> None:
+    engine = {"target": "t", "engine": "0", "job": "kvcache-exporter", "instance": "i", "severity": "page"}
+    names = ("KVCacheExhausted", "KVCacheExhaustionPredicted", "KVCacheHeadroomLow", "KVCachePreemptionStorm")
+    alerts = [{**engine, "alertname": name} for name in names]
+    alerts += [{**engine, "alertname": "KVCacheHeadroomLow", "engine": "1"}]
+    with alertmanager_alone(alertmanager, tmp_path) as address:
+        wait_until(lambda: answers(f"{address}/-/ready"))
+        assert suppressed(address, alerts) == {("KVCacheExhaustionPredicted", "0"), ("KVCacheHeadroomLow", "0")}
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def test_shipped_routing_is_accepted(alertmanager: Path) -> None:
