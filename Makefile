@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # The real ones, for the tests.
 PROGRAMS := .cache/prometheus/bin/prometheus .cache/alertmanager/bin/prometheus-alertmanager
 
-.PHONY: demo test lint suite pythons golden test-vllm clean
+.PHONY: demo test lint suite pythons golden dashboards test-vllm clean
 
 demo: $(VENV)/.demo-ready  ## Serve a simulated engine's metrics on :9948 and show its headroom.
 	@$(BIN)/kvcache-exporter demo
@@ -15,8 +15,8 @@ demo: $(VENV)/.demo-ready  ## Serve a simulated engine's metrics on :9948 and sh
 test: lint suite pythons  ## Everything that has to pass.
 
 lint: $(VENV)/.test-ready  ## ruff and mypy --strict.
-	$(BIN)/ruff check exporter tests
-	$(BIN)/ruff format --check exporter tests
+	$(BIN)/ruff check exporter dashboards tests
+	$(BIN)/ruff format --check exporter dashboards tests
 	$(BIN)/mypy
 
 suite: $(VENV)/.test-ready $(PROGRAMS)  ## The test suite on the Python of the virtual environment.
@@ -27,6 +27,9 @@ pythons: $(PROGRAMS)  ## The test suite on every other Python from 3.10 to 3.13 
 
 golden: $(VENV)/.test-ready  ## Write the golden pages and the metric reference anew, to be read as a diff.
 	$(BIN)/python -m pytest tests/test_golden.py tests/test_docs.py --update-golden
+
+dashboards: $(VENV)/.test-ready  ## Write the Grafana dashboards anew, from their builders.
+	$(BIN)/python -m dashboards.build
 
 test-vllm: $(VENV)/.test-ready  ## Compare every number with a real vLLM on this machine's CPU (about 4 GB of downloads).
 	tests/vllm/run

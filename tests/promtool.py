@@ -39,7 +39,7 @@ def input_series(pages: Sequence[str]) -> list[dict[str, str]]:
     for index, page in enumerate(pages):
         shown = {_series("up", {}): "1"}
         for family in text_string_to_metric_families(page):
-            shown.update((_series(sample.name, sample.labels), floatToGoString(sample.value)) for sample in family.samples)
+            shown.update((_series(sample.name, sample.labels), _number(sample.value)) for sample in family.samples)
         for name in shown.keys() | series.keys():
             values = series.setdefault(name, ["_"] * index)
             values.append(shown.get(name, "_" if not values or values[-1] in ("_", "stale") else "stale"))
@@ -78,6 +78,10 @@ def fired(folder: Path, pages: Sequence[str]) -> set[tuple[str, str]]:
     _, got, samples = answer.stdout.partition("got: ")
     assert got, answer.stdout
     return set(re.findall(r'\{alertname="(\w+)"(?:, target="([^"]*)")?\}', samples))
+
+
+def _number(value: float) -> str:
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
 
 
 def _series(name: str, labels: Mapping[str, str]) -> str:
