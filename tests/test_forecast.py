@@ -254,7 +254,7 @@ def test_whatever_pages_say_the_forecast_is_a_time(
 
 
 def closed_loop(level: float, *, swing: float) -> LoadForecast:
-    """What is foretold of 200 requests that run at all times, each a client that asks again; usage swings by a share of itself."""
+    """What is foretold of 200 requests that run at all times, clients that ask again; usage swings by a share of itself."""
     rng = random.Random(1)
     running, residence, blocks = 200, 20.0, 100
     held = running * blocks / 2

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "exporter" / "kvcache_exporter"
 LAYERS = (
     {"errors", "model_config", "kv_cache_spec", "gpus", "gpu_reading", "readings", "capacity", "headroom", "plan", "snapshot"}
     | {"engine_state", "expected_blocks", "forecast", "history", "length_distribution", "limits", "load", "request_mix"}
-    | {"running_requests", "recent_latency", "prefix_sharing", "visible_devices", "gpu_owners", "gpu_memory", "memory_bandwidth", "weights"},
+    | {"running_requests", "recent_latency", "prefix_sharing", "visible_devices", "gpu_owners", "gpu_memory"}
+    | {"memory_bandwidth", "weights"},
     {"sources", "config", "simulator", "health", "job", "capture"},
     {"target", "target_weights", "node_gpus", "gpu_placement", "poller"},
     {"collector", "families", "landing_page", "live_view", "logs", "server"},
