@@ -26,7 +26,8 @@ _TARGET = f'{SCOPE}, target="$target"'
 _ENGINE = f'{_TARGET}, engine=~"$engine"'
 _ON_ITS_GPUS = f" and on ({PAGE}, uuid) " + select("kvcache_engine_gpu_info", _ENGINE)
 
-_HEADROOM = ((None, WATCH), (alert_threshold("KVCacheHeadroomLow"), GOOD))
+# None at all is what users feel; little is what the alert speaks of.
+_HEADROOM = ((None, BAD), (0.01, WATCH), (alert_threshold("KVCacheHeadroomLow"), GOOD))
 _EXHAUSTION = ((None, BAD), (alert_threshold("KVCacheExhaustionPredicted"), GOOD))
 _YES_NO = {"0": ("no", GOOD), "1": ("yes", BAD)}
 _DOWN = "No data: the engine does not answer, or the exporter is not scraped."

@@ -14,7 +14,7 @@ _SOURCES = f'{SCOPE}, target=~"$target"'
 _ALERTS = firing('cluster=~"$cluster", namespace=~"$namespace", job=~"$job|", model_name=~"$model|"')
 
 _FLEET = ((None, WATCH), (alert_threshold("KVCacheFleetHeadroomLow"), GOOD))
-_WORST = ((None, WATCH), (alert_threshold("KVCacheHeadroomLow"), GOOD))
+_WORST = ((None, BAD), (0.01, WATCH), (alert_threshold("KVCacheHeadroomLow"), GOOD))
 _EXHAUSTION = ((None, BAD), (alert_threshold("KVCacheExhaustionPredicted"), GOOD))
 _NONE_IS_GOOD = ((None, GOOD), (1, BAD))
 _NEVER = {"Infinity": ("never", GOOD)}

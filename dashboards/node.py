@@ -23,7 +23,8 @@ from dashboards.rules import alert_threshold
 _NODE = f'{SCOPE}, instance="$instance"'
 _GPU = f"{PAGE}, gpu, uuid"
 
-_HEADROOM = ((None, WATCH), (alert_threshold("KVCacheHeadroomLow"), GOOD))
+# None at all is what users feel; little is what the alert speaks of.
+_HEADROOM = ((None, BAD), (0.01, WATCH), (alert_threshold("KVCacheHeadroomLow"), GOOD))
 _OTHERS = ((None, GOOD), (alert_threshold("KVCacheForeignProcess"), BAD))
 _NONE_IS_GOOD = ((None, GOOD), (1, BAD))
 _NO_NVML = "No data: there is no NVML on this node, it fails, or the exporter is not scraped."
@@ -149,7 +150,7 @@ def _answers() -> Row:
                     minimum=0,
                     maximum=1,
                 ),
-                Query(_on_node("kvcache_headroom_ratio"), "{{target}} {{engine}}"),
+                Query(_on_node("kvcache_headroom_ratio"), "{{target}} engine {{engine}}"),
             ),
         ]
     )
@@ -198,6 +199,7 @@ def _owners() -> Row:
                     unit="none",
                     width=24,
                     height=8,
+                    no_value="none",
                 ),
                 [
                     Column("gpu", "GPU"),
@@ -225,7 +227,7 @@ def _owners() -> Row:
                     decimals=0,
                     width=12,
                 ),
-                Query(_on_node("kvcache_remaining_request_slots", 'length="typical"'), "{{target}} {{engine}}"),
+                Query(_on_node("kvcache_remaining_request_slots", 'length="typical"'), "{{target}} engine {{engine}}"),
             ),
             lines(
                 Look(
@@ -240,7 +242,7 @@ def _owners() -> Row:
                 ),
                 Query(
                     f"sum without (reason) ({_on_node('kvcache_requests_waiting', FOR_CAPACITY)})",
-                    "{{target}} {{engine}}",
+                    "{{target}} engine {{engine}}",
                 ),
             ),
         ],

@@ -529,6 +529,13 @@ def test_queue_of_a_full_engine_does_not_wait_for_compute(upstream: Upstream) ->
     assert set(seen) == {("kv_blocks", 0)}
 
 
+def test_full_cache_with_room_for_a_moment_does_not_wait_for_compute(upstream: Upstream) -> None:
+    """A request that ends gives its blocks back, and the page may come just then: what binds are blocks all the same."""
+    lab = lab_of(upstream, max_num_seqs=256)
+    bodies = [traffic_page(used=900 if tick % 3 else 990, running=80, capacity=5, finished=20 + 4 * tick) for tick in range(12)]
+    assert {binding_limit(lab) for _ in polls(upstream, lab, *bodies)} == {"kv_blocks"}
+
+
 @pytest.mark.parametrize("capacity", [0, 3])
 def test_seats_bind(upstream: Upstream, capacity: int) -> None:
     """Most blocks are free and no seat is: the same with a queue that stays, which waits for a seat."""

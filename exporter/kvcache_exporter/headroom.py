@@ -142,6 +142,7 @@ class _Typical:
     admission_extra: float
     waiting: int
     queue_stays: bool
+    least_free_blocks: int | None
     states_are_most: bool
 
     @classmethod
@@ -163,6 +164,7 @@ class _Typical:
             admission_extra=max(0, layout.reserved_blocks(prompt) - layout.blocks_for_request(prompt)),
             waiting=waiting_for_capacity(reading),
             queue_stays=traffic.queue_stays,
+            least_free_blocks=traffic.least_free_blocks,
             states_are_most=states_are_most(layout, tokens),
         )
 
@@ -193,7 +195,8 @@ class _Typical:
     def binding_limit(self, capacity: Capacity, limits: AdmissionLimits, seats: Seats | None) -> str | None:
         """What a growing load meets first, or what the queue that stays waits for."""
         beside_running = capacity.usable_blocks - fullest(self.beside_running) - limits.watermark_blocks(capacity.usable_blocks)
-        has_room = self.long_request.requests_in(math.floor(max(0.0, beside_running))) > 0
+        free = beside_running if self.least_free_blocks is None else min(beside_running, self.least_free_blocks)
+        has_room = self.long_request.requests_in(math.floor(max(0.0, free))) > 0
         return binding_limit(
             by_blocks=self.fit(self.beside_running, capacity, limits, waiting=0),
             seats=seats,

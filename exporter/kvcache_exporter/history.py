@@ -16,6 +16,8 @@ from kvcache_exporter.running_requests import AgeGroup, RunningRequests
 
 # A queue seen at one poll may be of the step that runs: its token budget is spent. One seen at so many in a row stays.
 _POLLS_OF_A_QUEUE = 3
+# A full cache has room for a moment whenever a request ends. Room that was there for so long, and at so many polls, stays.
+_SECONDS_OF_ROOM = 10.0
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,15 @@ class Traffic:
     """What an engine's past says of its requests. `mix` is None before the first one has finished.
 
     `has_requests`: one has started at least. `prefix` is what prefix caching saves, None when nothing was looked up.
-    `ages` are the running requests by how far they have come. `queue_stays`: requests have waited at every one of the last polls;
+    `ages` are the running requests by how far they have come. `queue_stays`: requests have waited at every one of the last polls,
+    and `least_free_blocks` were free at any of them (None where usage is not known);
     `queue_is_stuck`: and since the last poll none of them has started.
     """
 
     mix: RequestMix | None = None
     ages: tuple[AgeGroup, ...] = ()
     queue_stays: bool = False
+    least_free_blocks: int | None = None
     queue_is_stuck: bool = False
     has_requests: bool = False
     prefix: PrefixSavings | None = None
@@ -58,6 +62,7 @@ class EngineHistory:
         self._prefix = PrefixSharing(self._window_seconds)
         self._load = LoadHistory(self._window_seconds)
         self._polls_with_queue = 0
+        self._free_blocks: list[tuple[float, int]] = []
         self._steps: StepsDone | None = None
         self._first_token = RecentLatency(self._window_seconds)
         self._output_token = RecentLatency(self._window_seconds)
@@ -83,6 +88,7 @@ class EngineHistory:
             self._observe_latency(max(0.0, at - self._at), before, reading)
         self._observe_load(at, reading)
         self._polls_with_queue = self._polls_with_queue + 1 if waiting_for_capacity(reading) else 0
+        self._observe_free_blocks(at, reading)
         self._is_stuck = before is not None and self._nobody_started(before, reading)
         self._seconds = 0.0 if before is None else max(0.0, at - self._at)
         self._is_compared = False
@@ -97,6 +103,15 @@ class EngineHistory:
         if earlier is None or later is None or earlier.count != later.count:
             return False
         return waiting_for_capacity(before) > 0 and waiting_for_capacity(after) > 0
+
+    def _observe_free_blocks(self, at: float, reading: EngineReading) -> None:
+        if reading.used_blocks is None or reading.usable_blocks is None:
+            self._free_blocks = []
+            return
+        self._free_blocks.append((at, reading.usable_blocks - reading.used_blocks))
+        # The last polls, and so many more that their first is old enough.
+        while len(self._free_blocks) > _POLLS_OF_A_QUEUE and at - self._free_blocks[1][0] >= _SECONDS_OF_ROOM:
+            del self._free_blocks[0]
 
     def _observe_latency(self, seconds: float, before: EngineReading, after: EngineReading) -> None:
         self._first_token.observe(seconds, before.time_to_first_token_seconds, after.time_to_first_token_seconds)
@@ -135,6 +150,7 @@ class EngineHistory:
             mix=mix,
             ages=ages,
             queue_stays=self._polls_with_queue >= _POLLS_OF_A_QUEUE,
+            least_free_blocks=min((free for _, free in self._free_blocks), default=None),
             queue_is_stuck=self._is_stuck,
             has_requests=has_requests,
             prefix=self._prefix.savings(),
