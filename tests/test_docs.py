@@ -23,7 +23,7 @@ def reference() -> str:
     rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     for family in FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)
-        rows.append(f"| `{family.name}` | {'counter' if family.is_counter else 'gauge'} | {labels} | {family.documentation} |")
+        rows.append(f"| `{family.name}` | {family.type} | {labels} | {family.documentation} |")
     return "\n".join(rows) + "\n"
 
 
