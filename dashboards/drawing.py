@@ -34,6 +34,7 @@ if _NARROW in font_manager.get_font_names():
 
 _DPI = 100
 _POINT = _DPI / 72
+# matplotlib leaves these two of its calls without types; `unused-ignore` is for where it is not installed.
 _RULER = RendererAgg(1, 1, _DPI)  # type: ignore[no-untyped-call,unused-ignore]
 SIZE, _SMALL = 10.0, 9.0
 _LINE = 17.0

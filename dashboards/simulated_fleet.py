@@ -143,6 +143,7 @@ def prometheus_of(
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address={address}",
     )
+    # Not from outside: the command is put together above (S603).
     with (folder / "prometheus.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:  # noqa: S603
         try:
             _wait_for(f"http://{address}/-/ready")

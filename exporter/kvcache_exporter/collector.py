@@ -116,7 +116,7 @@ class _PageOfFamilies:
             metric = self._families.get(family.name)
             if metric is None:
                 metric = self._families[family.name] = family.empty()
-            metric.add_metric((*labels, *more), value)  # type: ignore[attr-defined]  # both kinds that empty() makes have it
+            metric.add_metric((*labels, *more), value)  # type: ignore[attr-defined]  # all kinds that empty() makes have it
 
     def families(self) -> Iterator[Metric]:
         for family in FAMILIES:
