@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --custom-compile-command 'make lock'
 # The real ones, for the tests.
 PROGRAMS := .cache/prometheus/bin/prometheus .cache/alertmanager/bin/prometheus-alertmanager
 
-.PHONY: demo test lint suite pythons golden dashboards test-vllm clean
+.PHONY: demo test lint suite pythons golden dashboards chart lock test-vllm clean
 
 demo: $(VENV)/.demo-ready  ## Serve a simulated engine's metrics on :9948 and show its headroom.
 	@$(BIN)/kvcache-exporter demo
@@ -15,8 +16,8 @@ demo: $(VENV)/.demo-ready  ## Serve a simulated engine's metrics on :9948 and sh
 test: lint suite pythons  ## Everything that has to pass.
 
 lint: $(VENV)/.test-ready  ## ruff and mypy --strict.
-	$(BIN)/ruff check exporter dashboards tests
-	$(BIN)/ruff format --check exporter dashboards tests
+	$(BIN)/ruff check exporter dashboards helm tests
+	$(BIN)/ruff format --check exporter dashboards helm tests
 	$(BIN)/mypy
 
 suite: $(VENV)/.test-ready $(PROGRAMS)  ## The test suite on the Python of the virtual environment.
@@ -30,6 +31,13 @@ golden: $(VENV)/.test-ready  ## Write the golden pages and the metric reference 
 
 dashboards: $(VENV)/.test-ready  ## Write the Grafana dashboards anew, from their builders.
 	$(BIN)/python -m dashboards.build
+
+chart: $(VENV)/.test-ready  ## Copy rules and boards into the Helm chart, and write the table of its values, from their sources.
+	$(BIN)/python helm/build.py
+
+lock: $(VENV)/.test-ready  ## Pin anew, by hash, what the image holds and what builds it; read the diff.
+	$(LOCK) --output-file requirements/build.lock requirements/build.in
+	$(LOCK) --extra kubelet --extra web --output-file requirements/runtime.lock pyproject.toml
 
 test-vllm: $(VENV)/.test-ready  ## Compare every number with a real vLLM on this machine's CPU (about 4 GB of downloads).
 	tests/vllm/run

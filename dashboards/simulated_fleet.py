@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcache_exporter.config import Config, ListenAddress, TargetConfig
-from kvcache_exporter.gpu_owners import EngineProcess
+from kvcache_exporter.gpu_owners import EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuProcess, NvmlReading
 from kvcache_exporter.node_gpus import GpuSources
 from kvcache_exporter.serve import Exporter
@@ -100,9 +100,9 @@ class NodeGpus:
     def close(self) -> None:
         """Do nothing: there is no library to shut down."""
 
-    def engines_of(self, urls: Mapping[str, str], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
+    def engines_of(self, places: Mapping[str, EnginePlace], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
         """The engine's process for each target."""
-        return {name: (EngineProcess(_ENGINE_PID + self._targets.index(name)),) for name in urls}
+        return {name: (EngineProcess(_ENGINE_PID + self._targets.index(name)),) for name in places}
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_exporter.collector import STALE_INTERVALS, KVCacheCollector
 from kvcache_exporter.config import Config, TargetConfig
+from kvcache_exporter.discovery import Discovery
 from kvcache_exporter.node_gpus import GpuSource, GpuSources, PodResourcesSource, ProcessSource
 from kvcache_exporter.poller import Poller
 
@@ -148,12 +149,13 @@ class Lab:
         processes: ProcessSource | None = None,
         pod_resources: PodResourcesSource | None = None,
         show_gpus: tuple[str, ...] | None = None,
+        discovery: Discovery | None = None,
         **settings: Any,
     ) -> None:
         self.clock = Clock()
         self.config = Config(targets=targets, gpus=show_gpus, **{"poll_timeout_seconds": 1.0, **settings})
         sources = None if gpus is None else GpuSources(gpus, processes, pod_resources)
-        self.poller = Poller(self.config, clock=self.clock, gpus=sources)
+        self.poller = Poller(self.config, clock=self.clock, gpus=sources, discovery=discovery)
         self.registry = CollectorRegistry()
         stale_seconds = STALE_INTERVALS * self.config.poll_interval_seconds
         self.registry.register(KVCacheCollector(self.poller.latest, clock=self.clock, stale_seconds=stale_seconds))

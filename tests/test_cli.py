@@ -13,18 +13,24 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import bcrypt
 import pytest
+import requests
 
+from certificates import make_certificate
 from fake_nvml import FakeNvml
 from kvcache_exporter import __version__
 from lab import LLAMA_8B, Reply, Upstream, free_port, models_answer, wait_until
+from pods_api_server import NODE, PodsApiServer, pod
 
 PAGE = (
     b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
     b'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="1001",cache_dtype="auto"} 1.0\n'
 )
+GIB = 1024**3
 
 
 @contextmanager
@@ -116,6 +122,102 @@ def test_settings_from_the_environment(upstream: Upstream) -> None:
         assert end(process)[0] == 0
 
 
+def test_serve_as_a_sidecar(upstream: Upstream, tmp_path: Path, fake_nvml: FakeNvml) -> None:
+    """An address, its name and its arguments on the command line, the rest from a file; and of all GPUs the engine's only."""
+    memory = {"total": 8 * GIB, "reserved": 0, "free": GIB, "used": 7 * GIB}
+    fake_nvml.show({"devices": [{"index": n, "uuid": f"GPU-{n}{n}", "memory_v2": memory} for n in range(4)]})
+    upstream.page(PAGE, models=models_answer(8192))
+    settings = tmp_path / "settings.yml"
+    settings.write_text("request_lengths: [4096]\n")
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("--config", str(settings), "--vllm-url", upstream.url, "--target-name", "ml/vllm-0", "--gpus", "GPU-11")
+    # One argument a line, as the chart passes those of the engine's container on.
+    env = {**fake_nvml.environment(), "KVCACHE_EXPORTER_SERVE_ENGINE_ARGS": "--model\nm\n--max-num-seqs\n7"}
+    with started("serve", *arguments, "--listen-address", address, env=env) as process:
+        wait_until(lambda: "kvcache_gpu_memory_total_bytes" in fetch(f"http://{address}/metrics"))
+        page = fetch(f"http://{address}/metrics")
+        end(process)
+    assert re.search(r'kvcache_engine_info\{.*max_num_seqs="7".*target="ml/vllm-0"', page)
+    assert re.search(r"kvcache_gpus 1\.0\n", page)
+    assert set(re.findall(r'uuid="(GPU-\d+)"', page)) == {"GPU-11"}
+    assert re.search(r'kvcache_engine_gpu_info\{.*method="configured".*uuid="GPU-11"\} 1\.0\n', page)
+
+
+def test_serve_without_nvml(upstream: Upstream, fake_nvml: FakeNvml) -> None:
+    fake_nvml.show({"devices": []})
+    upstream.page(PAGE)
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("serve", "--vllm-url", upstream.url, "--no-nvml", "--listen-address", address)
+    with started(*arguments, env=fake_nvml.environment()) as process:
+        wait_until(lambda: "kvcache_usage_ratio" in fetch(f"http://{address}/metrics"))
+        page = fetch(f"http://{address}/metrics")
+        end(process)
+    assert "kvcache_gpus" not in page
+    assert 'source="nvml"' not in page
+
+
+def test_address_that_the_file_has_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yml"
+    settings.write_text("targets: [{name: t, url: http://a:1}]\n")
+    status, _, errors = run("serve", "--config", str(settings), "--vllm-url", "http://a:2", "--target-name", "t")
+    assert (status, errors) == (2, f"{settings}: a target is called 't', as that of --vllm-url; set --target-name\n")
+
+
+def test_serve_over_https_with_a_password(upstream: Upstream, tmp_path: Path) -> None:
+    """The web configuration is that of Prometheus's own exporters; kubelet's probes need no password."""
+    made = make_certificate(tmp_path, "exporter")
+    web_config = tmp_path / "web.yml"
+    hashed = bcrypt.hashpw(b"right", bcrypt.gensalt(4)).decode()
+    web_config.write_text(
+        f"tls_server_config: {{cert_file: {made.cert}, key_file: {made.key}}}\nbasic_auth_users: {{prometheus: '{hashed}'}}\n"
+    )
+    upstream.page(PAGE)
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("serve", "--vllm-url", upstream.url, "--web-config-file", str(web_config), "--listen-address", address)
+    with started(*arguments) as process:
+        ask = partial(requests.get, verify=str(made.cert), timeout=5)
+        wait_until(lambda: "msg=serving" in str(process.stderr and process.stderr.readline()))
+        assert ask(f"https://{address}/healthz").status_code == 200
+        assert ask(f"https://{address}/metrics").status_code == 401
+        assert ask(f"https://{address}/metrics", auth=("prometheus", "wrong")).status_code == 401
+        assert "kvcache_exporter_build_info" in ask(f"https://{address}/metrics", auth=("prometheus", "right")).text
+        status, _, seconds = end(process)
+    assert (status, seconds < 2) == (0, True)
+
+
+def test_kubernetes_outside_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yml"
+    settings.write_text("kubernetes: {}\n")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KUBERNETES_") and name != "NODE_NAME"}
+    status, output, errors = run("serve", "--config", str(settings), env=env)
+    assert (status, output) == (2, "")
+    assert errors.splitlines() == [
+        "kubernetes.node_name: is not set, nor is NODE_NAME: give the name of the node whose pods are to be watched",
+        "kubernetes.api_server: is not set, nor is KUBERNETES_SERVICE_HOST, so this is no pod: give the address",
+    ]
+
+
+def test_serve_engines_of_a_node(upstream: Upstream, tmp_path: Path) -> None:
+    """The program as the DaemonSet starts it, against a pods API: nothing but `kubernetes: {}` and the node's name."""
+    upstream.page(PAGE)
+    address = f"127.0.0.1:{free_port()}"
+    with PodsApiServer() as api:
+        settings = tmp_path / "config.yaml"
+        settings.write_text(f"kubernetes: {{api_server: '{api.url}'}}\npoll_interval_seconds: 1\npoll_timeout_seconds: 0.9\n")
+        api.apply(pod("vllm-0", port=int(upstream.url.rpartition(":")[2])))
+        arguments = ("serve", "--config", str(settings), "--listen-address", address, "--no-nvml")
+        with started(*arguments, env={**os.environ, "NODE_NAME": NODE}) as process:
+            wait_until(
+                lambda: 'kvcache_usage_ratio{engine="0",model_name="m",target="ml/vllm-0"}' in fetch(f"http://{address}/metrics")
+            )
+            api.delete("vllm-0")
+            wait_until(lambda: "vllm-0" not in fetch(f"http://{address}/metrics"), seconds=2.5)
+            assert "kvcache_exporter_build_info" in fetch(f"http://{address}/metrics")
+            status, errors, seconds = end(process)
+    assert (status, seconds < 2) == (0, True)
+    assert 'msg="target gone" target=ml/vllm-0' in errors
+
+
 def test_port_in_use_is_one_clear_line(upstream: Upstream) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -132,9 +234,11 @@ def test_port_in_use_is_one_clear_line(upstream: Upstream) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("serve",), "give either --config FILE or --vllm-url URL"),
-        (("serve", "--vllm-url", "http://a:1", "--config", "x"), "give either --config FILE or --vllm-url URL"),
+        (("serve",), "give --config FILE, --vllm-url URL, or both"),
         (("serve", "--config", "x", "--model-config", "y"), "--model-config goes with --vllm-url"),
+        (("serve", "--config", "x", "--engine-args", "-tp 2"), "--engine-args goes with --vllm-url"),
+        (("serve", "--vllm-url", "http://a:1", "--gpus", "first"), "--gpus: 'first' names no GPU"),
+        (("serve", "--vllm-url", "http://a:1", "--web-config-file", "/no/such/file"), "/no/such/file: cannot be read"),
         (("serve", "--vllm-url", "a:1"), "--vllm-url: 'a:1' is not an http or https address"),
         (("serve", "--vllm-url", "http://a:1", "--listen-address", "nowhere"), "'nowhere' is not host:port"),
         (("serve", "--config", "/no/such/file"), "/no/such/file: cannot be read"),
@@ -159,7 +263,12 @@ def test_check_config(tmp_path: Path) -> None:
     status, output, errors = run("check-config", str(bad))
     assert (status, output) == (2, "")
     assert errors.splitlines()[0] == f"{bad}:2: nvml: 1 is neither true nor false"
-    assert errors.splitlines()[1].startswith(f"{bad}:3: foo: is not a setting; known here: gpus, listen_address")
+    assert errors.splitlines()[1].startswith(f"{bad}:3: foo: is not a setting; known here: gpus, kubernetes, listen_address")
+    settings, found = tmp_path / "settings.yml", tmp_path / "found.yml"
+    settings.write_text("nvml: false\n")
+    found.write_text("kubernetes: {}\n")
+    assert run("check-config", str(settings)) == (0, f"{settings}: good; 0 targets; it goes with --vllm-url\n", "")
+    assert run("check-config", str(found)) == (0, f"{found}: good; 0 targets, and those that Kubernetes tells\n", "")
 
 
 def test_demo_in_a_pipe_is_a_line_now_and_then() -> None:

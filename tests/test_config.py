@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_exporter.config import Config, ListenAddress, TargetConfig, load_config, parse_config, parse_listen_address
+from kvcache_exporter.config import (
+    Config,
+    KubernetesConfig,
+    ListenAddress,
+    TargetConfig,
+    load_config,
+    parse_config,
+    parse_listen_address,
+)
 from kvcache_exporter.errors import ConfigError
 
 FILE = Path("/etc/kvcache/config.yml")
@@ -34,6 +42,14 @@ request_lengths: [32768, 8192]
 nvml: false
 gpus: 0,GPU-8d2f
 pod_resources_socket: /run/kubelet.sock
+kubernetes:
+  node_name: node-1
+  namespaces: [ml, prod]
+  label_selector: app in (vllm, sglang)
+  port_names: http
+  model_config: models
+  bearer_token_file: token
+  api_server: http://127.0.0.1:8001
 targets:
 - name: llama
   url: https://llama:8000
@@ -64,6 +80,15 @@ targets:
         nvml=False,
         gpus=("0", "GPU-8d2f"),
         pod_resources_socket=Path("/run/kubelet.sock"),
+        kubernetes=KubernetesConfig(
+            node_name="node-1",
+            namespaces=("ml", "prod"),
+            label_selector="app in (vllm, sglang)",
+            port_names=("http",),
+            model_config=Path("/etc/kvcache/models"),
+            bearer_token_file=Path("/etc/kvcache/token"),
+            api_server="http://127.0.0.1:8001",
+        ),
         targets=(
             TargetConfig(
                 name="llama",
@@ -86,6 +111,25 @@ targets:
             TargetConfig(name="inline", url="http://inline:8000", model_config={"architectures": ["LlamaForCausalLM"]}),
         ),
     )
+
+
+def test_kubernetes_finds_targets_so_none_are_needed() -> None:
+    assert parse_config("kubernetes: {}", FILE) == Config(targets=(), kubernetes=KubernetesConfig())
+
+
+def test_file_beside_an_address_on_the_command_line_needs_no_targets() -> None:
+    assert parse_config("nvml: false", FILE, needs_targets=False) == Config(targets=(), nvml=False)
+    assert problems("nvml: false") == [
+        "/etc/kvcache/config.yml:1: targets: needs a list with at least one entry, such as `- url: http://127.0.0.1:8000`"
+    ]
+
+
+def test_directory_of_one_model_is_not_for_all_engines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert problems(f"kubernetes: {{model_config: {tmp_path}}}") == [
+        f"/etc/kvcache/config.yml:1: kubernetes.model_config: {tmp_path} is the directory of one model, and engines that are "
+        "found may run others: give the one above it"
+    ]
 
 
 TARGETS = "targets: [{url: http://a:1}]\n"
@@ -136,6 +180,23 @@ TARGETS = "targets: [{url: http://a:1}]\n"
             "decode_context_parallel_size, dtype, gpus, kv_cache_bytes_per_token, max_model_len, max_num_active_seqs, "
             "max_num_batched_tokens, max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, pod, "
             "tensor_parallel_size, url, watermark, weight_bytes_per_gpu",
+        ),
+        (
+            "kubernetes: true",
+            "/etc/kvcache/config.yml:1: kubernetes: is not a mapping; write its settings below it, each indented",
+        ),
+        (
+            "kubernetes: {namespace: ml}",
+            "/etc/kvcache/config.yml:1: kubernetes.namespace: is not a setting; did you mean namespaces?",
+        ),
+        (
+            "kubernetes: {port_names: [1]}",
+            "/etc/kvcache/config.yml:1: kubernetes.port_names: [1] is not a list of names",
+        ),
+        (
+            "kubernetes: {api_server: node:6443}",
+            "/etc/kvcache/config.yml:1: kubernetes.api_server: 'node:6443' is not an http or https address, such as "
+            "http://127.0.0.1:8000",
         ),
         (
             TARGETS + "gpus: [0, first]",
@@ -196,7 +257,7 @@ TARGETS = "targets: [{url: http://a:1}]\n"
         ),
         (
             "targets: [{url: http://a:1, name: '  '}]",
-            "/etc/kvcache/config.yml:1: targets[0].name: is empty; give the name that the label `target` is to carry",
+            "/etc/kvcache/config.yml:1: targets[0].name: is empty; give a name, or leave it out",
         ),
     ],
 )

@@ -10,12 +10,14 @@ import pytest
 from click import Command, Group
 
 from kvcache_exporter.cli import main
-from kvcache_exporter.config import Config, TargetConfig, parse_config
+from kvcache_exporter.config import Config, KubernetesConfig, TargetConfig, parse_config
 from kvcache_exporter.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 METRICS = ROOT / "exporter" / "METRICS.md"
 README = ROOT / "README.md"
+# What is found out of a target in Kubernetes.
+NOT_OF_THE_FILE = {"container_id", "unknown_arguments"}
 BLOCK = re.compile(r"(<!-- reference: [^>]*-->\n).*(<!-- end of reference -->)", re.DOTALL)
 
 
@@ -53,8 +55,10 @@ def test_configuration_of_the_readme_is_accepted() -> None:
     (example,) = re.findall(r"```yaml\n(listen_address.*?)```", README.read_text(), re.DOTALL)
     config = parse_config(example.replace("ca_file: /etc/ssl/engine-ca.pem", ""), Path("config.yml"))
     assert config.targets
-    for setting in (*fields(Config), *fields(TargetConfig)):
-        assert re.search(rf"\b{setting.name}:", example), f"the example has no {setting.name}"
+    assert config.kubernetes
+    settings = {setting.name for section in (Config, TargetConfig, KubernetesConfig) for setting in fields(section)}
+    for name in settings - NOT_OF_THE_FILE:
+        assert re.search(rf"\b{name}:", example), f"the example has no {name}"
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -6,7 +6,7 @@ import re
 from contextlib import ExitStack
 
 from kvcache_exporter.config import TargetConfig
-from kvcache_exporter.gpu_owners import EngineProcess
+from kvcache_exporter.gpu_owners import EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuProcess, GpuReading, NvmlReading
 from lab import TINY_LLAMA, Lab, Upstream, capture, models_answer
 
@@ -49,8 +49,8 @@ class EightGpus:
 class EightProcesses:
     """Each target holds the GPU of its name."""
 
-    def engines_of(self, urls: dict[str, str], pids: set[int]) -> dict[str, tuple[EngineProcess, ...]]:
-        return {name: (EngineProcess(int(name) + 1),) for name in urls}
+    def engines_of(self, places: dict[str, EnginePlace], pids: set[int]) -> dict[str, tuple[EngineProcess, ...]]:
+        return {name: (EngineProcess(int(name) + 1),) for name in places}
 
 
 def test_node_of_eight_engines_and_gpus_stays_under_800_series() -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
+from kvcache_exporter import server
 from kvcache_exporter.config import Config, ListenAddress, TargetConfig
 from kvcache_exporter.serve import Exporter
 from lab import CASES, Upstream, wait_until
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 PAGE = b'vllm:kv_cache_usage_perc{engine="0",model_name="<b>m</b>"} 0.5\n'
 
@@ -48,6 +55,11 @@ def ask(
     body = response.read()
     connection.close()
     return response.status, {name.lower(): value for name, value in response.getheaders()}, body
+
+
+def wait_for_threads() -> None:
+    """Wait until every request is done with."""
+    wait_until(lambda: not any("process_request_thread" in thread.name for thread in threading.enumerate()))
 
 
 def checks_67() -> list[dict[str, Any]]:
@@ -158,3 +170,63 @@ def test_silent_client_holds_up_nobody(exporter: Exporter) -> None:
         started = time.monotonic()
         assert ask(exporter)[0] == 200
         assert time.monotonic() - started < 1
+
+
+def test_clients_that_go_away_leave_no_trace(
+    exporter: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither one that says nothing, nor one that leaves in the middle, nor one that does not wait for its answer."""
+    monkeypatch.setattr(server._Handler, "timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", exporter.port), timeout=5) as client:
+        assert client.recv(1) == b""
+    for said in (b"", b"GET /metr", b"GET /metrics HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", exporter.port), timeout=5) as client:
+            client.sendall(said)
+            # Ends with a reset, not with the polite end of a connection.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    wait_for_threads()
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+    assert capfd.readouterr().err == ""
+
+
+@contextlib.contextmanager
+def serving(app: WSGIApplication) -> Iterator[int]:
+    """Serve an application by our server; gives the port."""
+    http_server = server.make_http_server(ListenAddress("127.0.0.1", 0), app)
+    threading.Thread(target=http_server.serve_forever, args=(0.02,), daemon=True).start()
+    yield http_server.server_port
+    http_server.shutdown()
+    http_server.server_close()
+
+
+def test_client_that_does_not_read_its_answer_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def endless(environ: WSGIEnvironment, start_response: StartResponse) -> Iterator[bytes]:
+        start_response("200 OK", [])
+        while True:
+            yield bytes(1_000_000)
+
+    monkeypatch.setattr(server._Handler, "timeout", 0.2)
+    with serving(endless) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        wait_for_threads()
+    assert caplog.records == []
+    assert capfd.readouterr().err == ""
+
+
+def test_failure_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> bool:
+        raise OSError("ours")
+
+    with serving(server.make_app(CollectorRegistry(), lambda: None, fail)) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().status == 500
+        connection.close()
+    assert [record.getMessage() for record in caplog.records] == ["request failed"]
+    assert "OSError: ours" in caplog.text
+
+
+def test_request_line_that_is_too_long(exporter: Exporter) -> None:
+    assert ask(exporter, "/" + "x" * 70_000)[0] == 414

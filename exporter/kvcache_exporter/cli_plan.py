@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcache_exporter.human_integer import parse_human_integer
+
 if TYPE_CHECKING:
     from kvcache_exporter.kv_cache_spec import EngineConfig
 
 _SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 _REFUSED = 3
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class _HumanInteger(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
@@ -28,11 +26,10 @@ class _HumanInteger(click.ParamType):  # type: ignore[type-arg]  # generic only 
     name = "integer"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", str(value))
-        number = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-        if number <= 0:
-            self.fail(f"{value!r} is not a positive whole number, such as 8192 or 8K", param, ctx)
-        return number
+        try:
+            return parse_human_integer(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def _with_dashes(flag: str) -> str:

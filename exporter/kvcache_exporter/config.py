@@ -5,21 +5,35 @@ Unknown keys are refused, and every problem is reported at once, each with its l
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 
+from kvcache_exporter.config_values import (
+    boolean,
+    dtype,
+    file_in,
+    gpu_list,
+    http_url,
+    models_directory,
+    path_in,
+    path_or_mapping,
+    pod_name,
+    positive_int,
+    seconds,
+    share,
+    some_text,
+    strings,
+    token_counts,
+)
 from kvcache_exporter.errors import ConfigError
+from kvcache_exporter.yaml_section import Section, compose
 
 DEFAULT_PORT = 9948
-
-_T = TypeVar("_T")
-_DTYPES = ("auto", "bfloat16", "float16", "half", "float", "float32")
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,9 @@ class TargetConfig:
 
     `gpus` are the GPUs that the engine runs on, as its CUDA_VISIBLE_DEVICES has them; `pod` is where it runs in Kubernetes, as
     `namespace/pod` or `namespace/pod/container`. `weight_bytes_per_gpu` is what the engine logs that loading its model took.
+
+    Two fields are not of the file, but of a target that was found: `container_id` is the runtime's, and `unknown_arguments` are
+    those of the engine that cannot be told, each as a sentence: what follows from them is then not known either.
     """
 
     name: str
@@ -63,6 +80,28 @@ class TargetConfig:
     gpus: tuple[str, ...] | None = None
     pod: str | None = None
     weight_bytes_per_gpu: int | None = None
+    container_id: str | None = None
+    unknown_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KubernetesConfig:
+    """How the engines of this node are found through the Kubernetes API.
+
+    `node_name` None: that of the environment. `namespaces` empty: all. `label_selector` is in the API's own syntax; without one,
+    pods opt in by label, annotation, or a container port called as one of `port_names`. `model_config` is a directory of models
+    as this exporter sees it; it, `bearer_token_file` and `ca_file` are for all engines that are found. `api_server` is an address
+    without credentials, None for the cluster's own.
+    """
+
+    node_name: str | None = None
+    namespaces: tuple[str, ...] = ()
+    label_selector: str | None = None
+    port_names: tuple[str, ...] = ("vllm",)
+    model_config: Path | None = None
+    bearer_token_file: Path | None = None
+    ca_file: Path | None = None
+    api_server: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +110,7 @@ class Config:
 
     `request_lengths` are tokens (prompt and output) for which slots are shown besides max_model_len, `window_seconds` is how far
     back the requests are looked at that tell what a typical one is. `gpus` are those to show (indexes or uuids), None for all;
-    `pod_resources_socket` is the kubelet's, None where it is not asked.
+    `pod_resources_socket` is the kubelet's, None where it is not asked. `kubernetes` None: no engines are looked for.
     """
 
     targets: tuple[TargetConfig, ...]
@@ -84,41 +123,41 @@ class Config:
     nvml: bool = True
     gpus: tuple[str, ...] | None = None
     pod_resources_socket: Path | None = None
+    kubernetes: KubernetesConfig | None = None
 
 
-def load_config(path: Path) -> Config:
-    """Read the file. Raises ConfigError with every problem, each starting with `path:line:`."""
+def load_config(path: Path, *, needs_targets: bool = True) -> Config:
+    """Read the file, which may do without targets unless `needs_targets`.
+
+    Raises ConfigError with every problem, each starting with `path:line:`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
-    return parse_config(text, path)
+    return parse_config(text, path, needs_targets=needs_targets)
 
 
-def parse_config(text: str, path: Path) -> Config:
+def parse_config(text: str, path: Path, *, needs_targets: bool = True) -> Config:
     """Parse the text of a file; relative paths in it start at the folder of `path`. Raises ConfigError."""
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f"{mark.line + 1}:"
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError([f"{path}:{line} is not YAML: {problem}"]) from error
+    node = compose(text, path)
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError([f"{path}: is empty or not a mapping; it needs at least `targets:` with one `url:`"])
     problems: list[str] = []
-    top = _Section(node, "", path, problems)
+    top = Section(node, "", path, problems)
+    kubernetes = _kubernetes(top)
     config = Config(
-        targets=_targets(top),
+        targets=_targets(top) if top.gives("targets") or (needs_targets and not top.gives("kubernetes")) else (),
         listen_address=top.take("listen_address", parse_listen_address, ListenAddress()),
-        poll_interval_seconds=top.take("poll_interval_seconds", _seconds(at_least=1.0), 5.0),
-        poll_timeout_seconds=top.take("poll_timeout_seconds", _seconds(at_least=0.1), 2.0),
-        max_body_bytes=top.take("max_body_bytes", _positive_int, Config.max_body_bytes),
-        request_lengths=top.take("request_lengths", _lengths, ()),
-        window_seconds=top.take("window_seconds", _seconds(at_least=10.0), Config.window_seconds),
-        nvml=top.take("nvml", _boolean, True),
-        gpus=top.take("gpus", _gpus, None),
-        pod_resources_socket=top.take("pod_resources_socket", lambda value: _path(value, path.parent), None),
+        poll_interval_seconds=top.take("poll_interval_seconds", seconds(at_least=1.0), 5.0),
+        poll_timeout_seconds=top.take("poll_timeout_seconds", seconds(at_least=0.1), 2.0),
+        max_body_bytes=top.take("max_body_bytes", positive_int, Config.max_body_bytes),
+        request_lengths=top.take("request_lengths", token_counts, ()),
+        window_seconds=top.take("window_seconds", seconds(at_least=10.0), Config.window_seconds),
+        nvml=top.take("nvml", boolean, True),
+        gpus=top.take("gpus", gpu_list, None),
+        pod_resources_socket=top.take("pod_resources_socket", lambda value: path_in(value, path.parent), None),
+        kubernetes=kubernetes,
     )
     if config.poll_timeout_seconds >= config.poll_interval_seconds:
         top.problem(
@@ -142,88 +181,41 @@ def parse_listen_address(value: object) -> ListenAddress:
     return ListenAddress(host.strip("[]"), int(port))
 
 
-def target_for_url(url: str, model_config: Path | None = None) -> TargetConfig:
+def target_for_url(url: str, name: str | None = None) -> TargetConfig:
     """Build the target that `serve --vllm-url` means. Raises ConfigError."""
     try:
-        checked = _url(url)
+        checked = http_url(url)
     except ValueError as error:
         raise ConfigError([f"--vllm-url: {error}"]) from error
-    return TargetConfig(name=urlsplit(checked).netloc, url=checked, model_config=model_config)
+    return TargetConfig(name=name or urlsplit(checked).netloc, url=checked)
 
 
-class _Section:
-    """One mapping of the file while it is being read: takes known keys, remembers the rest, collects problems with their line."""
-
-    def __init__(self, node: yaml.MappingNode, where: str, path: Path, problems: list[str]) -> None:
-        self.path = path
-        self.problems = problems
-        self._where = where
-        self._line = node.start_mark.line + 1
-        self._nodes: dict[str, yaml.Node] = {}
-        self._known: set[str] = set()
-        self._lines: dict[str, int] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            self._lines[name] = key.start_mark.line + 1
-            if name in self._nodes:
-                self.problem(name, "is given twice; keep one")
-            self._nodes[name] = value
-
-    def problem(self, key: str, sentence: str) -> None:
-        line = self._lines.get(key, self._line)
-        self.problems.append(f"{self.path}:{line}: {self._where}{key}: {sentence}")
-
-    def take(self, key: str, convert: Callable[[object], _T], default: _T) -> _T:
-        """Convert the value of `key`; missing or null gives the default, and a ValueError of `convert` becomes a problem."""
-        self._known.add(key)
-        value = self._construct(key)
-        if value is None:
-            return default
-        try:
-            return convert(value)
-        except ValueError as error:
-            self.problem(key, str(error))
-            return default
-
-    def gives(self, key: str) -> bool:
-        """Whether the file has a value for `key`, good or not."""
-        return self._construct(key) is not None
-
-    def items(self, key: str) -> list[yaml.Node]:
-        """Nodes of the list under `key`."""
-        self._known.add(key)
-        node = self._nodes.get(key)
-        if isinstance(node, yaml.SequenceNode) and node.value:
-            return list(node.value)
-        self.problem(key, "needs a list with at least one entry, such as `- url: http://127.0.0.1:8000`")
-        return []
-
-    def refuse_unknown_keys(self) -> None:
-        """Report every key that nothing took, with the nearest known one."""
-        for key in self._nodes.keys() - self._known:
-            near = difflib.get_close_matches(key, self._known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(self._known))}"
-            self.problem(key, f"is not a setting; {hint}")
-        self.problems.sort(key=lambda problem: int(problem.removeprefix(f"{self.path}:").partition(":")[0]))
-
-    def _construct(self, key: str) -> object:
-        node = self._nodes.get(key)
-        if node is None:
-            return None
-        loader = yaml.SafeLoader("")
-        try:
-            return loader.construct_object(node, deep=True)
-        finally:
-            loader.dispose()
+def _kubernetes(top: Section) -> KubernetesConfig | None:
+    section = top.section("kubernetes")
+    if section is None:
+        return None
+    folder = section.path.parent
+    kubernetes = KubernetesConfig(
+        node_name=section.take("node_name", some_text, None),
+        namespaces=section.take("namespaces", strings, ()),
+        label_selector=section.take("label_selector", some_text, None),
+        port_names=section.take("port_names", strings, KubernetesConfig.port_names),
+        model_config=section.take("model_config", lambda value: models_directory(value, folder), None),
+        bearer_token_file=section.take("bearer_token_file", lambda value: path_in(value, folder), None),
+        ca_file=section.take("ca_file", lambda value: file_in(value, folder), None),
+        api_server=section.take("api_server", http_url, None),
+    )
+    section.refuse_unknown_keys()
+    return kubernetes
 
 
-def _targets(top: _Section) -> tuple[TargetConfig, ...]:
+def _targets(top: Section) -> tuple[TargetConfig, ...]:
     targets: list[TargetConfig] = []
     for index, node in enumerate(top.items("targets")):
         if not isinstance(node, yaml.MappingNode):
             top.problem("targets", f"entry {index} is not a mapping; write it as `- url: http://127.0.0.1:8000`")
             continue
-        target = _target(_Section(node, f"targets[{index}].", top.path, top.problems))
+        target = _target(Section(node, f"targets[{index}].", top.path, top.problems))
         if target is None:
             continue
         if any(target.name == other.name for other in targets):
@@ -232,124 +224,31 @@ def _targets(top: _Section) -> tuple[TargetConfig, ...]:
     return tuple(targets)
 
 
-def _target(section: _Section) -> TargetConfig | None:
-    url = section.take("url", _url, None)
+def _target(section: Section) -> TargetConfig | None:
+    url = section.take("url", http_url, None)
     if not section.gives("url"):
         section.problem("url", "is missing; give the engine's address, such as http://127.0.0.1:8000")
     folder = section.path.parent
     target = TargetConfig(
-        name=section.take("name", _name, urlsplit(url or "").netloc),
+        name=section.take("name", some_text, urlsplit(url or "").netloc),
         url=url or "",
-        model_config=section.take("model_config", lambda value: _model_config(value, folder), None),
-        tensor_parallel_size=section.take("tensor_parallel_size", _positive_int, 1),
-        pipeline_parallel_size=section.take("pipeline_parallel_size", _positive_int, 1),
-        decode_context_parallel_size=section.take("decode_context_parallel_size", _positive_int, 1),
-        max_num_batched_tokens=section.take("max_num_batched_tokens", _positive_int, None),
-        num_speculative_tokens=section.take("num_speculative_tokens", _positive_int, None),
-        kv_cache_bytes_per_token=section.take("kv_cache_bytes_per_token", _positive_int, None),
-        max_num_seqs=section.take("max_num_seqs", _positive_int, None),
-        max_num_active_seqs=section.take("max_num_active_seqs", _positive_int, None),
-        watermark=section.take("watermark", _share, 0.0),
-        max_model_len=section.take("max_model_len", _positive_int, None),
-        dtype=section.take("dtype", _dtype, "auto"),
-        bearer_token_file=section.take("bearer_token_file", lambda value: _path(value, folder), None),
-        ca_file=section.take("ca_file", lambda value: _existing_file(value, folder), None),
-        gpus=section.take("gpus", _gpus, None),
-        pod=section.take("pod", _pod, None),
-        weight_bytes_per_gpu=section.take("weight_bytes_per_gpu", _positive_int, None),
+        model_config=section.take("model_config", lambda value: path_or_mapping(value, folder), None),
+        tensor_parallel_size=section.take("tensor_parallel_size", positive_int, 1),
+        pipeline_parallel_size=section.take("pipeline_parallel_size", positive_int, 1),
+        decode_context_parallel_size=section.take("decode_context_parallel_size", positive_int, 1),
+        max_num_batched_tokens=section.take("max_num_batched_tokens", positive_int, None),
+        num_speculative_tokens=section.take("num_speculative_tokens", positive_int, None),
+        kv_cache_bytes_per_token=section.take("kv_cache_bytes_per_token", positive_int, None),
+        max_num_seqs=section.take("max_num_seqs", positive_int, None),
+        max_num_active_seqs=section.take("max_num_active_seqs", positive_int, None),
+        watermark=section.take("watermark", share, 0.0),
+        max_model_len=section.take("max_model_len", positive_int, None),
+        dtype=section.take("dtype", dtype, "auto"),
+        bearer_token_file=section.take("bearer_token_file", lambda value: path_in(value, folder), None),
+        ca_file=section.take("ca_file", lambda value: file_in(value, folder), None),
+        gpus=section.take("gpus", gpu_list, None),
+        pod=section.take("pod", pod_name, None),
+        weight_bytes_per_gpu=section.take("weight_bytes_per_gpu", positive_int, None),
     )
     section.refuse_unknown_keys()
     return None if url is None else target
-
-
-def _url(value: object) -> str:
-    text = str(value)
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{text!r} is not an http or https address, such as http://127.0.0.1:8000")
-    if parts.username is not None:
-        raise ValueError("a user or password in the address would show in labels and logs; use bearer_token_file")
-    if parts.query or parts.fragment:
-        raise ValueError(f"{text!r} has a query or fragment; give the address without it")
-    return text
-
-
-def _name(value: object) -> str:
-    text = str(value).strip()
-    if not text:
-        raise ValueError("is empty; give the name that the label `target` is to carry")
-    return text
-
-
-def _model_config(value: object, folder: Path) -> Path | Mapping[str, Any]:
-    return value if isinstance(value, dict) else _path(value, folder)
-
-
-def _gpus(value: object) -> tuple[str, ...]:
-    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    gpus = tuple(str(entry).strip() for entry in entries)
-    for gpu in gpus:
-        if not gpu.isdecimal() and not gpu.startswith(("GPU-", "MIG-")):
-            raise ValueError(f"{gpu!r} names no GPU; give indexes, or uuids as nvidia-smi -L shows them, such as [0, 1]")
-    if len(set(gpus)) < len(gpus):
-        raise ValueError("names a GPU twice")
-    return gpus
-
-
-def _pod(value: object) -> str:
-    text = str(value)
-    if text.count("/") not in (1, 2) or not all(text.split("/")):
-        raise ValueError(f"{text!r} is not a pod; write it as namespace/pod or namespace/pod/container")
-    return text
-
-
-def _path(value: object, folder: Path) -> Path:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not a path")
-    return folder / value
-
-
-def _existing_file(value: object, folder: Path) -> Path:
-    path = _path(value, folder)
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file here")
-    return path
-
-
-def _dtype(value: object) -> str:
-    if value not in _DTYPES:
-        raise ValueError(f"{value!r} is not one of {', '.join(_DTYPES)}")
-    return str(value)
-
-
-def _positive_int(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{value!r} is not a positive whole number")
-    return value
-
-
-def _share(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f"{value!r} is not a share of at least 0 and below 1, such as 0.01")
-    return float(value)
-
-
-def _lengths(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list of token counts, such as [8192, 32768]")
-    return tuple(sorted({_positive_int(length) for length in value}))
-
-
-def _boolean(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _seconds(*, at_least: float) -> Callable[[object], float]:
-    def convert(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not at_least <= value < float("inf"):
-            raise ValueError(f"{value!r} is not a number of seconds of at least {at_least:g}")
-        return float(value)
-
-    return convert

@@ -43,8 +43,8 @@ class SourceError(KVCacheExporterError):
 
     `reason` is one of few fixed words, since it becomes the `reason` label of `kvcache_poll_errors_total`:
     `timeout`, `connection`, `http_status`, `unauthorized`, `redirect`, `body_too_large`, `not_an_exposition`, `parse`,
-    `invalid_sample`, `missing`, `unsupported_model`, `no_permission`, `hung`, `not_installed`, or the lower-case name of NVML's
-    error code, or of the kubelet's gRPC status.
+    `invalid_sample`, `missing`, `unsupported_model`, `unknown_arguments`, `not_told`, `no_permission`, `hung`, `not_installed`,
+    or the lower-case name of NVML's error code, or of the kubelet's gRPC status. `expired` never gets there.
     """
 
     def __init__(self, reason: str, message: str) -> None:

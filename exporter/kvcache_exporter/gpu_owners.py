@@ -31,6 +31,14 @@ class ContainerGpus:
 
 
 @dataclass(frozen=True)
+class EnginePlace:
+    """Where an engine runs: the address of its API server, and the id of its container where a container runtime has told it."""
+
+    url: str
+    container_id: str | None = None
+
+
+@dataclass(frozen=True)
 class EngineProcess:
     """A process of an engine that holds GPU memory. Ranks are of the process's title, None where it has none."""
 

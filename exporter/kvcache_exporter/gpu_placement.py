@@ -34,21 +34,24 @@ class Node:
 
 
 class GpuPlacement:
-    """Places the engines of some targets.
+    """Places the engines of targets on GPUs.
 
     GPUs that are configured by index are looked up once, when NVML first lists all of them: so did the engine when it started,
     and indexes move when a GPU is lost.
     """
 
-    def __init__(self, targets: Sequence[TargetConfig]) -> None:
-        self._configs = {target.name: target for target in targets}
+    def __init__(self) -> None:
         self._configured: dict[str, tuple[str, ...]] = {}
 
-    def place(self, node: NodeReading, targets: Sequence[TargetSnapshot]) -> Node:
-        """Join one tick's readings; without NVML no engine is placed."""
+    def forget(self, name: str) -> None:
+        """Another target may take this name: what was looked up for it holds no longer."""
+        self._configured.pop(name, None)
+
+    def place(self, node: NodeReading, targets: Sequence[TargetSnapshot], configs: Mapping[str, TargetConfig]) -> Node:
+        """Join one tick's readings; without NVML no engine is placed. `configs` has each target's settings by its name."""
         if node.nvml is None:
             return Node(tuple(targets), ())
-        placed = {target.name: self._gpus_of(target, node, node.nvml) for target in targets}
+        placed = {target.name: self._gpus_of(target, configs[target.name], node, node.nvml) for target in targets}
         readings = {gpu.uuid: gpu for gpu in node.nvml.gpus}
         processes = node.processes or {}
         # An engine that is nowhere could be anywhere, and its processes would pass for those of others.
@@ -57,16 +60,18 @@ class GpuPlacement:
         return Node(
             targets=tuple(_with_gpus(target, placed[target.name], readings) for target in targets),
             gpus=tuple(
-                GpuSnapshot(gpu, self._split(gpu, placed, engines, processes, tenants_known=tenants_known))
+                GpuSnapshot(gpu, _split(gpu, placed, engines, configs, processes, tenants_known=tenants_known))
                 for gpu in node.nvml.gpus
             ),
         )
 
-    def _gpus_of(self, target: TargetSnapshot, node: NodeReading, nvml: NvmlReading) -> tuple[EngineGpus, ...]:
+    def _gpus_of(
+        self, target: TargetSnapshot, config: TargetConfig, node: NodeReading, nvml: NvmlReading
+    ) -> tuple[EngineGpus, ...]:
         """The GPUs of each engine of a target by the first way that tells them; empty when none does."""
-        config = self._configs[target.name]
         names = tuple(engine.reading.engine for engine in target.engines)
-        if not names:
+        # How many ranks an engine has decides which of them is where.
+        if not names or config.unknown_arguments:
             return ()
         parallelism = Parallelism(names, config.tensor_parallel_size, config.pipeline_parallel_size)
         order = uuids_in_order(nvml)
@@ -91,20 +96,21 @@ class GpuPlacement:
             return uuids
         return ()
 
-    def _split(
-        self,
-        gpu: GpuReading,
-        placed: Mapping[str, Sequence[EngineGpus]],
-        engines: Mapping[tuple[str, str], EngineSnapshot],
-        processes: Mapping[str, tuple[EngineProcess, ...]],
-        *,
-        tenants_known: bool,
-    ) -> MemorySplit | None:
-        tenants = [
-            _tenant(self._configs[name], engines[name, one.engine], one, gpu.uuid, processes.get(name))
-            for name, one in owners_of(placed, gpu.uuid)
-        ]
-        return split_memory(gpu, tenants, tenants_known=tenants_known)
+
+def _split(
+    gpu: GpuReading,
+    placed: Mapping[str, Sequence[EngineGpus]],
+    engines: Mapping[tuple[str, str], EngineSnapshot],
+    configs: Mapping[str, TargetConfig],
+    processes: Mapping[str, tuple[EngineProcess, ...]],
+    *,
+    tenants_known: bool,
+) -> MemorySplit | None:
+    tenants = [
+        _tenant(configs[name], engines[name, one.engine], one, gpu.uuid, processes.get(name))
+        for name, one in owners_of(placed, gpu.uuid)
+    ]
+    return split_memory(gpu, tenants, tenants_known=tenants_known)
 
 
 def _tenant(

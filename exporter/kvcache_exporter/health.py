@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -54,6 +55,10 @@ class HealthBook:
         """Count faults inside a reading that is otherwise good, such as single samples that cannot be true."""
         if number:
             self._record(target, source).errors[reason] += number
+
+    def keep_targets(self, names: Collection[str]) -> None:
+        """Forget all other targets; sources of the machine stay."""
+        self._records = {key: record for key, record in self._records.items() if not key[0] or key[0] in names}
 
     def snapshot(self) -> tuple[SourceHealth, ...]:
         """Return the records as they are now, in order."""

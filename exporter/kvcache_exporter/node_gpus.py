@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvcache_exporter.config import Config
+from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.errors import SourceError
-from kvcache_exporter.gpu_owners import ContainerGpus, EngineProcess
+from kvcache_exporter.gpu_owners import ContainerGpus, EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuReading, NvmlReading
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.job import Job, Outcome
@@ -42,7 +42,7 @@ class GpuSource(Protocol):
 class ProcessSource(Protocol):
     """What tells the processes of engines on this machine."""
 
-    def engines_of(self, urls: Mapping[str, str], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
+    def engines_of(self, places: Mapping[str, EnginePlace], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
         """Return the processes among `pids` of each target that runs here, or raise SourceError."""
 
 
@@ -89,14 +89,14 @@ class NodeGpus:
             )
         self._processes = None if sources.processes is None else _ProcessState(sources.processes, config)
 
-    def start(self, now: float) -> None:
-        """Begin to read."""
+    def start(self, now: float, targets: Mapping[str, TargetConfig]) -> None:
+        """Begin to read. `targets` are those of this tick, by name."""
         if not self._no_library:
             self._nvml.start()
         if self._containers is not None:
             self._containers.start()
         if self._processes is not None:
-            self._processes.start(now)
+            self._processes.start(now, {name: EnginePlace(one.url, one.container_id) for name, one in targets.items()})
 
     def finish(self, now: float, deadline: float, health: HealthBook) -> NodeReading:
         """Wait until `deadline` (of the monotonic clock) for what was begun."""
@@ -171,18 +171,20 @@ class _ProcessState:
     """The engines' processes: looked up beside the next tick when those on the GPUs have changed, and kept till the next time."""
 
     def __init__(self, processes: ProcessSource, config: Config) -> None:
-        self._urls = {target.name: target.url for target in config.targets}
+        self._places: Mapping[str, EnginePlace] = {}
         self._pids: frozenset[int] = frozenset()
-        self._looked_up: frozenset[int] | None = None
+        self._looked_up: tuple[frozenset[int], Mapping[str, EnginePlace]] | None = None
         self._look_up_at = 0.0
         self._is_pending = False
         self._found: Mapping[str, tuple[EngineProcess, ...]] | None = None
-        job = Job("processes", lambda: processes.engines_of(self._urls, self._pids))
+        job = Job("processes", lambda: processes.engines_of(self._places, self._pids))
         self._state = _SourceState(SOURCE_PROCESSES, job, config.poll_timeout_seconds, "/proc does not answer")
 
-    def start(self, now: float) -> None:
-        if self._pids and (self._pids != self._looked_up or now >= self._look_up_at) and self._state.start():
-            self._looked_up, self._look_up_at = self._pids, now + _PROCESSES_SECONDS
+    def start(self, now: float, places: Mapping[str, EnginePlace]) -> None:
+        self._places = places
+        wanted = (self._pids, places)
+        if self._pids and (wanted != self._looked_up or now >= self._look_up_at) and self._state.start():
+            self._looked_up, self._look_up_at = wanted, now + _PROCESSES_SECONDS
             self._is_pending = True
 
     def finish(
@@ -195,8 +197,8 @@ class _ProcessState:
         if reading is None:
             return None
         self._pids = frozenset(process.pid for gpu in reading.gpus for process in gpu.processes or ())
-        # Of processes that came since, nothing is known yet: they could be an engine's.
-        return self._found if self._pids == self._looked_up else None
+        # Of processes and engines that came since, nothing is known yet: one could be the other's.
+        return self._found if (self._pids, self._places) == self._looked_up else None
 
 
 class GpuSelection:

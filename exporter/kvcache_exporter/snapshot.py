@@ -52,10 +52,14 @@ class EngineSnapshot:
 
 @dataclass(frozen=True)
 class TargetSnapshot:
-    """One configured target. `read_at` is when its page was read (Unix seconds); None means that the last poll gave no page."""
+    """One target. `read_at` is when its page was read (Unix seconds); None means that the last poll gave no page.
+
+    `pod` is where it runs in Kubernetes, as `namespace/pod` or `namespace/pod/container`; None where that is not told.
+    """
 
     name: str
     url: str
+    pod: str | None = None
     read_at: float | None = None
     engines: tuple[EngineSnapshot, ...] = ()
     vllm_version: str | None = None

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.config import TargetConfig
 from kvcache_exporter.engine_state import has_restarted
-from kvcache_exporter.errors import SourceError, UnsupportedModelError
+from kvcache_exporter.errors import KVCacheExporterError, SourceError, UnsupportedModelError
 from kvcache_exporter.headroom import TYPICAL_LENGTH, headroom_of
 from kvcache_exporter.history import EngineHistory
 from kvcache_exporter.job import Outcome, attempt
@@ -126,7 +126,7 @@ class TargetHistory:
         earlier = {engine.engine: engine for engine in self._page.engines}
         return any(e.engine in earlier and has_restarted(earlier[e.engine], e) for e in page.engines)
 
-    def observe(self, page: PageReading, read_at: float, facts: Facts) -> tuple[TargetSnapshot, UnsupportedModelError | None]:
+    def observe(self, page: PageReading, read_at: float, facts: Facts) -> tuple[TargetSnapshot, KVCacheExporterError | None]:
         """What the page that was read `read_at` (Unix seconds) means, given the facts and the pages before it.
 
         Also why no layout could be made, if so: blocks and counts go on without one.
@@ -134,13 +134,13 @@ class TargetHistory:
         self._page = page
         reported = None if facts.served is None else facts.served.max_model_len
         max_model_len = reported or self._config.max_model_len
-        refusal: UnsupportedModelError | None = None
+        refusal: KVCacheExporterError | None = None
         engines = []
         for reading in page.engines:
             layout = None
             try:
                 layout = _layout(self._config, facts, reading, max_model_len, self._layout_of)
-            except UnsupportedModelError as error:
+            except (UnsupportedModelError, SourceError) as error:
                 refusal = error
             engines.append(self._engine_snapshot(reading, read_at, layout, facts, max_model_len))
         # A rank that is gone leaves nothing behind.
@@ -148,12 +148,13 @@ class TargetHistory:
         snapshot = TargetSnapshot(
             name=self._config.name,
             url=self._config.url,
+            pod=self._config.pod,
             read_at=read_at,
             engines=tuple(engines),
             vllm_version=facts.version,
             max_model_len=max_model_len,
             max_model_len_source=None if max_model_len is None else (REPORTED if reported else CONFIGURED),
-            tensor_parallel_size=self._config.tensor_parallel_size,
+            tensor_parallel_size=None if self._config.unknown_arguments else self._config.tensor_parallel_size,
             max_num_seqs=self._config.max_num_seqs,
         )
         return snapshot, refusal
@@ -168,7 +169,9 @@ class TargetHistory:
     ) -> EngineSnapshot:
         history = self._engines.setdefault(reading.engine, EngineHistory(self._window_seconds))
         condition = history.observe(read_at, reading)
-        weights = self._weights.of(facts.files, _engine_config(self._config, facts, reading, max_model_len))
+        weights = None
+        if not self._config.unknown_arguments:
+            weights = self._weights.of(facts.files, _engine_config(self._config, facts, reading, max_model_len))
         served_name = None if facts.served is None else facts.served.model_name
         snapshot = EngineSnapshot(
             reading=reading,
@@ -232,6 +235,12 @@ def _layout(
 ) -> KVCacheLayout | None:
     if reading.block_size is None:
         return None
+    if config.unknown_arguments:
+        raise SourceError(
+            "unknown_arguments",
+            f"no bytes are known, since not all arguments of the engine can be told ({'; '.join(config.unknown_arguments)}): "
+            "state them in the annotation kvcache-exporter.io/engine-args of its pod, or with --engine-args",
+        )
     engine = _engine_config(config, facts, reading, max_model_len)
     if config.kv_cache_bytes_per_token is not None:
         return plain_layout(engine, reading.block_size, config.kv_cache_bytes_per_token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvcache_exporter.gpu_owners import EngineProcess
+from kvcache_exporter.gpu_owners import EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuProcess, GpuReading, NvmlReading
 
 LLAMA_3_1_8B_CONFIG: dict[str, Any] = {
@@ -75,6 +75,6 @@ class SimulatedNvml:
 class SimulatedProcesses:
     """Says which process on the simulated GPU is the engine's: stands in for the process table of an exporter."""
 
-    def engines_of(self, urls: Mapping[str, str], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
+    def engines_of(self, places: Mapping[str, EnginePlace], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
         """Return the engine's process for each target."""
-        return {name: (EngineProcess(_ENGINE_PID),) for name in urls if _ENGINE_PID in pids}
+        return {name: (EngineProcess(_ENGINE_PID),) for name in places if _ENGINE_PID in pids}

@@ -1,7 +1,8 @@
 """The processes of this machine: which of those that hold GPU memory belong to which engine.
 
-An engine is found by the port that it listens on: the process that listens is the API server, and the engine's workers are its
-children (`vllm serve`) or, with several API servers, children of the parent that holds the socket too. Titles such as
+An engine in a container is found by the container's id, which is in the cgroup of all its processes. Others are found by the port
+that they listen on: the process that listens is the API server, and the engine's workers are its children (`vllm serve`) or, with
+several API servers, children of the parent that holds the socket too. Titles such as
 `VLLM::EngineCore_DP1` and `VLLM::Worker_PP0_TP3` tell ranks (vLLM `v1/executor/multiproc_executor.py` and `v1/engine/core.py`,
 `set_process_title`).
 """
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from kvcache_exporter.errors import SourceError
-from kvcache_exporter.gpu_owners import EngineProcess
+from kvcache_exporter.gpu_owners import EnginePlace, EngineProcess
 
 _TITLE = re.compile(r"\S+::(?:EngineCore|Worker)")
 # The inode of the first PID namespace of a machine, a constant of Linux (include/linux/proc_ns.h, PROC_PID_INIT_INO).
@@ -40,22 +41,26 @@ class ProcessTable:
     def __init__(self) -> None:
         self._listeners: dict[int, tuple[psutil.Process, frozenset[tuple[str, int]]]] = {}
 
-    def engines_of(self, urls: Mapping[str, str], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
-        """The processes among `pids` that belong to each target of this machine, given as name -> URL.
+    def engines_of(self, places: Mapping[str, EnginePlace], pids: Collection[int]) -> Mapping[str, tuple[EngineProcess, ...]]:
+        """The processes among `pids` that belong to each target of this machine, given as name -> place.
 
         A target on another machine has no entry, and one of which no process is found an empty one. Raises SourceError
         (`no_permission`) when a process could be an engine's and its sockets may not be looked at.
         """
+        containers = {place.container_id: name for name, place in places.items() if place.container_id is not None}
         local = _local_addresses()
-        places = {name: place for name, url in urls.items() if (place := _place(url, local)) is not None}
-        found: dict[str, list[EngineProcess]] = {name: [] for name in places}
+        sockets = {
+            name: listens_at
+            for name, place in places.items()
+            if place.container_id is None and (listens_at := _socket(place.url, local)) is not None
+        }
+        found: dict[str, list[EngineProcess]] = {name: [] for name in (*containers.values(), *sockets)}
         denied: list[int] = []
         self._forget_the_dead()
         for pid in sorted(pids):
             try:
                 process = psutil.Process(pid)
-                listening = self._listening_in_family(process) if _shares_our_network(pid) else frozenset()
-                owners = [name for name, place in places.items() if _listens(listening, place)]
+                owners = _names_in_cgroup(pid, containers) or self._listeners_of(process, sockets)
                 for name in owners:
                     found[name].append(_engine_process(process))
             except (psutil.AccessDenied, PermissionError):
@@ -69,6 +74,13 @@ class ProcessTable:
                 "it is an engine's; run the exporter as the engine's user, or with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH",
             )
         return {name: tuple(processes) for name, processes in found.items()}
+
+    def _listeners_of(self, process: psutil.Process, sockets: Mapping[str, tuple[frozenset[str], int]]) -> list[str]:
+        """The targets whose socket the process or one of its ancestors listens on."""
+        if not sockets or not _shares_our_network(process.pid):
+            return []
+        listening = self._listening_in_family(process)
+        return [name for name, listens_at in sockets.items() if _listens(listening, listens_at)]
 
     def _listening_in_family(self, process: psutil.Process) -> frozenset[tuple[str, int]]:
         """Addresses that the process or one of its ancestors listens on; of the ancestors, those that can be looked at."""
@@ -112,7 +124,15 @@ def _ranks_in_title(process: psutil.Process) -> dict[str, int]:
     return {kind: int(rank) for kind, rank in _RANK.findall(title)} if _TITLE.match(title) else {}
 
 
-def _place(url: str, local: Collection[str]) -> tuple[frozenset[str], int] | None:
+def _names_in_cgroup(pid: int, containers: Mapping[str, str]) -> list[str]:
+    """The target whose container the process is in. Every runtime puts the id into the name of the container's cgroup."""
+    if not containers:
+        return []
+    cgroup = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+    return [name for container_id, name in containers.items() if container_id in cgroup]
+
+
+def _socket(url: str, local: Collection[str]) -> tuple[frozenset[str], int] | None:
     """The addresses and the port of a target on this machine; None for one elsewhere."""
     parts = urlsplit(url)
     try:
@@ -124,8 +144,8 @@ def _place(url: str, local: Collection[str]) -> tuple[frozenset[str], int] | Non
     return (addresses, port) if addresses & frozenset(local) else None
 
 
-def _listens(listening: Iterable[tuple[str, int]], place: tuple[frozenset[str], int]) -> bool:
-    addresses, port = place
+def _listens(listening: Iterable[tuple[str, int]], listens_at: tuple[frozenset[str], int]) -> bool:
+    addresses, port = listens_at
     return any(at == port and (ip in addresses or ip in _WILDCARDS) for ip, at in listening)
 
 
