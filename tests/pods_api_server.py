@@ -79,14 +79,16 @@ class _Change:
 class PodsApiServer:
     """The server, on loopback, with TLS if given (certificate, key).
 
-    `token` is the one that it accepts, None for any. `status` answers every request with that status. `hold_seconds` is how long
-    it waits before a list. `asked` has the query of every request, `watches` how many are open.
+    `token` is the one that it accepts, None for any. `status` answers every request with that status. `hold_seconds` is how
+    long it waits before a list. With `is_deaf` open watches neither tell anything nor end, as over a connection that is dead.
+    `asked` has the query of every request, `watches` how many are open.
     """
 
     def __init__(self, *, token: str | None = None, tls: tuple[Path, Path] | None = None) -> None:
         self.token = token
         self.status: int | None = None
         self.hold_seconds = 0.0
+        self.is_deaf = False
         self.asked: list[tuple[str, dict[str, str]]] = []
         self.watches = 0
         self._changed = threading.Condition()
@@ -241,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         timeout = float(query["timeoutSeconds"])
         while True:
             with self.api._changed:
-                self.api._changed.wait_for(partial(self._has_news, cut, ended, version), timeout)
+                self.api._changed.wait_for(partial(self._has_news, cut, ended, version), None if self.api.is_deaf else timeout)
                 if self.api._cut != cut:
                     self.close_connection = True
                     return
@@ -257,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _has_news(self, cut: int, ended: int, version: int) -> bool:
         is_over = (self.api._cut, self.api._ended) != (cut, ended)
-        return is_over or any(change.version > version for change in self.api._events)
+        return is_over or (not self.api.is_deaf and any(change.version > version for change in self.api._events))
 
     def _chunk(self, event: dict[str, Any]) -> None:
         line = json.dumps(event).encode() + b"\n"

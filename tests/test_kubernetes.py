@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 
 from kvcache_exporter.config import KubernetesConfig, TargetConfig
 from kvcache_exporter.discovery import Discovery, discover
+from kvcache_exporter.engine_pod import PodSelection, read_pod
 from kvcache_exporter.errors import ConfigError
 from kvcache_exporter.families import FAMILIES
 from kvcache_exporter.gpu_owners import ContainerGpus, EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuProcess, GpuReading, NvmlReading
-from kvcache_exporter.sources.kubernetes import find_api_server
+from kvcache_exporter.sources.kubernetes import ApiServer, PodsApi, PodWatch, find_api_server
 from lab import TINY_LLAMA, Lab, Upstream, capture, models_answer, wait_until
 from pods_api_server import NODE, PodsApiServer, pod
 
@@ -206,6 +208,37 @@ def test_expired_version_lists_again(cluster: Cluster, how: str) -> None:
     assert "resourceVersion" not in [query for _, query in cluster.api.asked if "watch" not in query][-1], (
         "not from the old cache"
     )
+
+
+def test_watch_over_a_dead_connection_is_given_up(cluster: Cluster) -> None:
+    """Nothing comes, no end either: a little after the time of the watch the pods are listed anew."""
+    cluster.api.is_deaf = True
+    cluster.serve("vllm-0")
+    api = PodsApi(ApiServer(cluster.api.url), node_name=NODE, watch_seconds=1, grace_seconds=0.2)
+    watch = PodWatch(api, partial(read_pod, selection=PodSelection(("vllm",))), retry_seconds=0.05)
+    watch.start()
+    try:
+        wait_until(lambda: cluster.api.watches == 1)
+        cluster.api.delete("vllm-0")
+        time.sleep(0.3)
+        assert [pod.pod for pod in watch.read().pods] == ["vllm-0"]
+        wait_until(lambda: watch.read().pods == (), seconds=5)
+        assert cluster.api.lists() == 2
+    finally:
+        watch.close()
+
+
+def test_watch_that_ends_at_once_is_not_asked_in_a_tight_loop(cluster: Cluster) -> None:
+    """As behind a proxy that allows no long answer."""
+    api = PodsApi(ApiServer(cluster.api.url), node_name=NODE, watch_seconds=0)
+    watch = PodWatch(api, partial(read_pod, selection=PodSelection(("vllm",))), retry_seconds=0.2)
+    watch.start()
+    try:
+        time.sleep(1.0)
+        assert 2 <= len(cluster.api.asked) <= 8
+        assert watch.read().errors == ()
+    finally:
+        watch.close()
 
 
 def test_connection_that_breaks_is_made_again(cluster: Cluster) -> None:

@@ -22,11 +22,9 @@ _KEPT_ERRORS = 100
 
 @dataclass(frozen=True)
 class PodsReading:
-    """The pods of now.
+    """The pods of now; while `is_current` is False, which is when the API cannot be asked, those of before.
 
-    `listed_in_seconds` is how long the last list took, None before the first; `errors` are those since the last time.
-
-    `is_current` is False while the API cannot be asked: the pods are then those of before.
+    `listed_in_seconds` is how long the last list took, None before the first; `errors` are those since the last reading.
     """
 
     pods: tuple[PodReading, ...]
@@ -77,6 +75,7 @@ class PodWatch:
         failures = 0
         from_cache = True
         while not self._stop.is_set():
+            delay = 0.0
             try:
                 version = self._list(from_cache=from_cache)
                 from_cache = True
@@ -87,7 +86,8 @@ class PodWatch:
                 # A cache that lags behind would answer the same old version again.
                 from_cache = False
                 # The first time is what happens after a quiet hour, no failure.
-                delay = self._delay(failures) if failures else 0.0
+                if failures:
+                    delay = self._delay(failures)
             except KVCacheExporterError as error:
                 delay = self._failed(error, failures)
             except Exception as defect:

@@ -18,9 +18,6 @@ from kvcache_exporter.sources.http import HttpClient, HttpOptions, HttpStatusErr
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LIST_TIMEOUT_SECONDS = 10.0
-# The server ends a watch after this long, and a connection that is dead without a sign is found a little later.
-_WATCH_SECONDS = 60
-_WATCH_GRACE_SECONDS = 10.0
 _GONE = 410
 
 
@@ -72,12 +69,25 @@ class PodEvent:
 
 
 class PodsApi:
-    """The pods of one node in one namespace, or in all of them (None). Not for two threads at once."""
+    """The pods of one node in one namespace, or in all of them (None). Not for two threads at once.
+
+    The server is asked to end each watch after `watch_seconds`; a connection that is dead without a sign is given up
+    `grace_seconds` later.
+    """
 
     def __init__(
-        self, server: ApiServer, *, node_name: str, namespace: str | None = None, label_selector: str | None = None
+        self,
+        server: ApiServer,
+        *,
+        node_name: str,
+        namespace: str | None = None,
+        label_selector: str | None = None,
+        watch_seconds: int = 60,
+        grace_seconds: float = 10.0,
     ) -> None:
         self._server = server
+        self._watch_seconds = watch_seconds
+        self._grace_seconds = grace_seconds
         self._http = HttpClient(
             HttpOptions(timeout_seconds=_LIST_TIMEOUT_SECONDS, bearer_token_file=server.token_file, ca_file=server.ca_file)
         )
@@ -100,7 +110,7 @@ class PodsApi:
             raise SourceError("parse", f"{self._url} did not answer a list of pods") from error
 
     def watch(self, resource_version: str) -> Iterator[PodEvent]:
-        """Changes since that version, until the server ends the watch, after a minute at most.
+        """Changes since that version, until the server ends the watch.
 
         Raises ExpiredError, and SourceError as `list` does.
         """
@@ -109,12 +119,12 @@ class PodsApi:
             "watch": "1",
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
-            "timeoutSeconds": str(_WATCH_SECONDS),
+            "timeoutSeconds": str(self._watch_seconds),
         }
         lines = self._http.lines(
             f"{self._url}?{urlencode(query)}",
             accept="application/json",
-            idle_timeout_seconds=_WATCH_SECONDS + _WATCH_GRACE_SECONDS,
+            idle_timeout_seconds=self._watch_seconds + self._grace_seconds,
         )
         try:
             for line in lines:
