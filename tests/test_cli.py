@@ -132,7 +132,7 @@ def test_serve_as_a_sidecar(upstream: Upstream, tmp_path: Path, fake_nvml: FakeN
     address = f"127.0.0.1:{free_port()}"
     arguments = ("--config", str(settings), "--vllm-url", upstream.url, "--target-name", "ml/vllm-0", "--gpus", "GPU-11")
     # One argument a line, as the chart passes those of the engine's container on.
-    env = {**fake_nvml.environment(), "KVCACHE_EXPORTER_SERVE_ENGINE_ARGS": "--model\nm\n--max-num-seqs\n7"}
+    env = {**fake_nvml.environment(), "KVCACHE_EXPORTER_SERVE_ENGINE_ARGS": "--model\nm\n--max-num-seqs\n70\f--max-num-seqs 7"}
     with started("serve", *arguments, "--listen-address", address, env=env) as process:
         wait_until(lambda: "kvcache_gpu_memory_total_bytes" in fetch(f"http://{address}/metrics"))
         page = fetch(f"http://{address}/metrics")

@@ -240,7 +240,7 @@ CONTAINERS = (
         "parameters of the script",
         ["sh", "-c", 'echo "vllm serve $1"; vllm serve "$@"', "--"],
         ["org/m", "--speculative-config", '{"method": "eagle3", "model": "org/d", "num_speculative_tokens": 3}'],
-        {"model": "org/m", "num_speculative_tokens": 3},
+        {"model": "org/m", "num_speculative_tokens": 3, "speculative_method": "eagle3"},
     ),
     Container(
         "vLLM's own file",
@@ -305,15 +305,19 @@ def test_container_as_a_text_of_lines(container: Container) -> None:
         ("--kv-cache-dtype-skip-layers 0 1", {}),
         ("--dtype '$(D)'", {"unknown": {"dtype": "$(D)"}}),
         ("--ssl-keyfile /k", {"uses_tls": True}),
-        ("--speculative-config.num_speculative_tokens 3 --speculative_config.method=mtp", {"num_speculative_tokens": 3}),
+        (
+            "--speculative-config.num_speculative_tokens 3 --speculative_config.method=mtp",
+            {"num_speculative_tokens": 3, "speculative_method": "mtp"},
+        ),
+        ('-sc \'{"num_speculative_tokens": 3, "method": null}\'', {"num_speculative_tokens": 3}),
         ("-sc.num-speculative-tokens=3", {"num_speculative_tokens": 3}),
         # vLLM puts what is given by keys last, whatever the order.
         ("-sc.method=mtp -sc '{\"num_speculative_tokens\": 3}'", {"unknown": {"num_speculative_tokens": '{"method": "mtp"}'}}),
-        ("--spec-method ngram --spec-tokens 4", {"num_speculative_tokens": 4}),
+        ("--spec-method ngram --spec-tokens 4", {"num_speculative_tokens": 4, "speculative_method": "ngram"}),
         ("--speculative-model org/d --num-speculative-tokens 5", {"num_speculative_tokens": 5}),
         ('--speculative-config \'{"method": "mtp"}\'', {"unknown": {"num_speculative_tokens": '{"method": "mtp"}'}}),
         ("--speculative-config not-json", {"unknown": {"num_speculative_tokens": "not-json"}}),
-        ("--spec-method mtp", {"unknown": {"num_speculative_tokens": "mtp"}}),
+        ("--spec-method mtp", {"speculative_method": "mtp", "unknown": {"num_speculative_tokens": "mtp"}}),
         ("--compilation-config.level --max-num-seqs --max-num-seqs 4", {"max_num_seqs": 4}),
     ],
 )
@@ -419,9 +423,10 @@ def test_variable_that_a_condition_sets_is_unknown() -> None:
     assert words == ("f", "$A", "$B", "$C", "$D")
 
 
-def test_script_that_would_fill_the_memory() -> None:
+def test_words_that_would_fill_the_memory_or_take_long() -> None:
     doubling = "A=0123456789\n" + "A=$A$A\n" * 60 + "vllm serve org/m --max-num-seqs $A"
     assert read_engine_args(container_words(["sh", "-c", doubling], [], {})).unknown == {"max_num_seqs": "$A"}
+    assert container_words(["$(" * 100_000], [], {}) == ("$(" * 100_000,)
     assert container_words(["$(A)" * 10_000], [], {"A": "x" * 10_000}) == ("$(A)" * 10_000,)
 
 
@@ -481,7 +486,7 @@ def flags(draw: st.DrawFn) -> tuple[dict[str, Any], list[list[str]]]:
     spelled = []
     for name, value in values.items():
         flag = draw(st.sampled_from((INTEGERS | TEXTS)[name]))
-        word = json.dumps({"method": "mtp", "num_speculative_tokens": value}) if flag == "--speculative-config" else str(value)
+        word = json.dumps({"num_speculative_tokens": value}) if flag == "--speculative-config" else str(value)
         if flag.startswith("--"):
             flag = "--" + "".join(draw(st.sampled_from("-_")) if char == "-" else char for char in flag[2:])
         spelled.append([f"{flag}={word}"] if draw(st.booleans()) else [flag, word])

@@ -33,7 +33,10 @@ _OF_THE_URL = ("target_name", "model_config", "engine_args", "gpus", "bearer_tok
     "--model-config", type=click.Path(path_type=Path), help="config.json of its model, its directory, or a Hugging Face cache."
 )
 @click.option(
-    "--engine-args", metavar="TEXT", help="Its own arguments, as for `vllm serve`: in one line, or each in a line of its own."
+    "--engine-args",
+    metavar="TEXT",
+    help="Its own arguments, as for `vllm serve`: in one line, or one in each line. After a form feed come further ones, "
+    "which have the last word.",
 )
 @click.option("--gpus", metavar="LIST", help="Its GPUs, as indexes or uuids with commas between; no others are shown.")
 @click.option("--bearer-token-file", type=click.Path(path_type=Path), help="File with its API key.")
@@ -113,7 +116,8 @@ def _target(vllm_url: str, of_the_url: dict[str, str | Path | None]) -> TargetCo
 
     target = target_for_url(vllm_url, None if of_the_url["target_name"] is None else str(of_the_url["target_name"]))
     if of_the_url["engine_args"] is not None:
-        target = with_arguments(target, read_engine_args(words_of_text(str(of_the_url["engine_args"]))))
+        parts = str(of_the_url["engine_args"]).split("\f")
+        target = with_arguments(target, read_engine_args([word for part in parts for word in words_of_text(part)]))
     try:
         gpus = None if of_the_url["gpus"] is None else gpu_list(of_the_url["gpus"])
     except ValueError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvcache_exporter.shell_words import Variables, shell_commands
 from kvcache_exporter.vllm_command_line import server_arguments
 
-_REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
+_REFERENCE = re.compile(r"\$\$|\$\(([^()]*)\)")
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 _SHELL = ("sh", "-c")
 _MAX_NESTED = 5  # of shells in shells

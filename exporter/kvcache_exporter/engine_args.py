@@ -28,12 +28,12 @@ from kvcache_exporter.vllm_command_line import (
 class EngineArgs:
     """Flags of one vLLM server; None: not given, or in `unknown`.
 
-    `unknown` has the fields whose value cannot be told, each with the word to blame, such as
-    `{"tensor_parallel_size": "$(TP)"}`. A word that may hold any flags makes every field unknown that no later word sets.
-    `num_speculative_tokens` is unknown where speculation is asked for without their number.
-    `config_file` is what vLLM's `--config` names: a file that may set what no flag sets.
-    `is_vllm`: the words start vLLM's server, or are its flags alone, as for an image that starts it. If not, another command may
-    give the server more than is in sight.
+    `unknown` has the fields whose value cannot be told, each with the word to blame, such as `{"tensor_parallel_size":
+    "$(TP)"}`. A word that may hold any flags makes every field unknown that no later word sets. `num_speculative_tokens` is
+    unknown where speculation is asked for without their number; `speculative_method` is as it stands, such as `mtp`, and None
+    where vLLM finds it out by the model. `config_file` is what vLLM's `--config` names: a file that may set what no flag
+    sets. `is_vllm`: the words start vLLM's server, or are its flags alone, as for an image that starts it. If not, another
+    command may give the server more than is in sight.
     """
 
     model: str | None = None
@@ -47,6 +47,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     num_speculative_tokens: int | None = None
+    speculative_method: str | None = None
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     block_size: int | None = None
@@ -56,7 +57,7 @@ class EngineArgs:
     is_vllm: bool = False
 
 
-_TEXTS = {"model": "[^-].*", "dtype": r"\w+", "kv_cache_dtype": r"\w+"}
+_TEXTS = {"model": "[^-].*", "dtype": r"\w+", "kv_cache_dtype": r"\w+", "speculative_method": r"\w+"}
 _NOTHING = ("", "None")  # what vLLM takes for a flag that is not given
 
 # What a word that may hold any flags leaves unknown.
@@ -115,8 +116,11 @@ class _Reading:
 
     def _settle_speculation(self) -> None:
         """Take the number of tokens from its flag, else from the config; without either, a draft has a number of its own."""
-        unknown = self._unknown.pop("speculative_config", self._values.pop("speculation", None))
-        number = self._values.pop("speculative_config", None)
+        named = self._values.pop("speculation", self._values.get("speculative_method"))
+        unknown = self._unknown.pop("speculative_config", named)
+        number, method = self._values.pop("speculative_config", (None, None))
+        if method is not None:
+            self._values.setdefault("speculative_method", method)
         if "num_speculative_tokens" in self._values or "num_speculative_tokens" in self._unknown:
             return
         if number is not None:
@@ -141,7 +145,7 @@ def _value(name: str, word: str) -> object:
     if name == "uses_tls":
         return True
     if name == "speculative_config":
-        return _number_of_tokens(word)
+        return _speculation(word)
     if name in ("config_file", "speculation"):
         return word
     if name not in _TEXTS:
@@ -151,10 +155,11 @@ def _value(name: str, word: str) -> object:
     return word
 
 
-def _number_of_tokens(config: str) -> int:
-    """`num_speculative_tokens` of a speculative config. Raises ValueError; without it the draft model says the number."""
+def _speculation(config: str) -> tuple[int, str | None]:
+    """Number of tokens and method of a speculative config. Raises ValueError without the number: the draft model says it."""
     try:
         parsed = {str(key).replace("-", "_"): value for key, value in json.loads(config).items()}
-        return parse_human_integer(str(parsed["num_speculative_tokens"]))
+        method = parsed.get("method")
+        return parse_human_integer(str(parsed["num_speculative_tokens"])), None if method is None else str(method)
     except (AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"{config!r} gives no number of tokens") from error

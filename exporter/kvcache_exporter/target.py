@@ -282,7 +282,7 @@ def _engine_config(config: TargetConfig, facts: Facts, reading: EngineReading, m
         mamba_ssm_cache_dtype=reading.mamba_ssm_cache_dtype or "auto",
         kv_cache_dtype_skip_layers=reading.kv_cache_dtype_skip_layers,
         num_speculative_tokens=speculative_tokens,
-        num_draft_layers=1 if speculative_tokens else 0,
+        num_draft_layers=(1 if speculative_tokens else 0) if config.num_draft_layers is None else config.num_draft_layers,
         vllm_version=parse_vllm_version(facts.version) or NEWEST_VLLM_VERSION,
     )
     # On Hopper vLLM turns fp8 for sparse latents into its packed format, and the label says so; plain fp8 stayed on Blackwell.

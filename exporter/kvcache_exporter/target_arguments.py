@@ -9,6 +9,8 @@ from kvcache_exporter.engine_args import EngineArgs
 
 # One rank more or less changes every byte, and these have defaults that a hidden command line may override.
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
+# They draft from the text so far (vLLM's `config/speculative.py`).
+_METHODS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 # What cannot be told of these changes the layout too.
 _OF_THE_LAYOUT = (*_PARALLEL_SIZES, "dtype", "max_num_batched_tokens", "num_speculative_tokens")
 
@@ -26,6 +28,11 @@ def with_arguments(target: TargetConfig, args: EngineArgs, *, gpus: int | None =
             unknown[name] = f"{_flag(name)} may be {reason}"
         if gpus == 1:
             unknown.pop(name, None)
+    draft_layers = _draft_layers(args)
+    if draft_layers is None:
+        unknown["num_speculative_tokens"] = (
+            f"what speculation by {args.speculative_method or 'this model'} adds to the cache is not known"
+        )
     return replace(
         target,
         tensor_parallel_size=args.tensor_parallel_size or 1,
@@ -33,6 +40,7 @@ def with_arguments(target: TargetConfig, args: EngineArgs, *, gpus: int | None =
         decode_context_parallel_size=args.decode_context_parallel_size or 1,
         max_num_batched_tokens=args.max_num_batched_tokens,
         num_speculative_tokens=args.num_speculative_tokens,
+        num_draft_layers=draft_layers,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         dtype=args.dtype or "auto",
@@ -45,6 +53,15 @@ def _hidden(args: EngineArgs) -> str | None:
     if args.config_file is not None:
         return f"in {args.config_file}"
     return None if args.is_vllm else "in the image"
+
+
+def _draft_layers(args: EngineArgs) -> int | None:
+    """Layers that speculation adds to the model's own; None for a draft model, which is not there to be looked at."""
+    if args.num_speculative_tokens is None:
+        return 0
+    if args.speculative_method is not None and args.speculative_method.endswith("mtp"):
+        return 1
+    return 0 if args.speculative_method in _METHODS_WITHOUT_LAYERS else None
 
 
 def _flag(name: str) -> str:

@@ -27,7 +27,7 @@ FLAGS = {
     "--max-model-len": "max_model_len",
     "--speculative-config": "speculative_config",
     "-sc": "speculative_config",
-    "--spec-method": "speculation",
+    "--spec-method": "speculative_method",
     "--spec-model": "speculation",
     "--speculative-model": "speculation",  # up to 0.8
     "--spec-tokens": "num_speculative_tokens",
