@@ -16,7 +16,7 @@ from kvcache_exporter.config import Config, ListenAddress, TargetConfig
 from kvcache_exporter.gpu_owners import EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuProcess, NvmlReading
 from kvcache_exporter.node_gpus import GpuSources
-from kvcache_exporter.serve import Exporter
+from kvcache_exporter.serve import Exporter, Parts
 from kvcache_exporter.simulator import (
     LLAMA_3_1_8B_CONFIG,
     EngineParameters,
@@ -115,7 +115,7 @@ def exporter_for(targets: tuple[TargetConfig, ...], gpus: NodeGpus) -> Iterator[
         poll_timeout_seconds=0.9,
         request_lengths=(2048,),
     )
-    exporter = Exporter(config, gpus=GpuSources(gpus, gpus), simulated=True)
+    exporter = Exporter(config, Parts(gpus=GpuSources(gpus, gpus), simulated=True))
     exporter.start()
     try:
         yield f"127.0.0.1:{exporter.port}"

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvcache_exporter import server
 from kvcache_exporter.config import Config, ListenAddress, TargetConfig
-from kvcache_exporter.serve import Exporter
+from kvcache_exporter.serve import Exporter, Parts
 from lab import CASES, Upstream, wait_until
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 PAGE = b'vllm:kv_cache_usage_perc{engine="0",model_name="<b>m</b>"} 0.5\n'
 
 
-def exporter_for(upstream: Upstream, host: str = "127.0.0.1", **settings: Any) -> Exporter:
+def exporter_for(upstream: Upstream, host: str = "127.0.0.1", **parts: Any) -> Exporter:
     config = Config(
         targets=(TargetConfig(name="t", url=upstream.url),),
         listen_address=ListenAddress(host, 0),
         poll_interval_seconds=0.2,
         poll_timeout_seconds=0.1,
     )
-    return Exporter(config, gpus=None, **settings)
+    return Exporter(config, Parts(**parts))
 
 
 @pytest.fixture

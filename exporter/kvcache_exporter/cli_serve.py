@@ -70,7 +70,7 @@ def serve(
     """Poll engines and GPUs, and serve what they say to Prometheus. The options on one engine go with --vllm-url."""
     from kvcache_exporter.discovery import discover
     from kvcache_exporter.logs import set_up_logging
-    from kvcache_exporter.serve import run
+    from kvcache_exporter.serve import Parts, run
     from kvcache_exporter.web_access import WebAccess
 
     if config_path is None and vllm_url is None:
@@ -91,7 +91,7 @@ def serve(
         config = replace(config, listen_address=address_of(listen_address))
     recorder = None if record_path is None else _recorder(record_path)
     gpus = _gpu_sources(config) if config.nvml and not no_nvml else None
-    sys.exit(run(config, gpus=gpus, discovery=discovery, recorder=recorder, web=web))
+    sys.exit(run(config, Parts(gpus, discovery, recorder, web)))
 
 
 def _config(config_path: Path | None, vllm_url: str | None, of_the_url: dict[str, str | Path | None]) -> Config:

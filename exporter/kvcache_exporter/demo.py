@@ -8,7 +8,7 @@ import time
 from kvcache_exporter import live_view
 from kvcache_exporter.config import Config, ListenAddress, TargetConfig
 from kvcache_exporter.node_gpus import GpuSources
-from kvcache_exporter.serve import open_exporter, stop_on_signal
+from kvcache_exporter.serve import Parts, open_exporter, stop_on_signal
 from kvcache_exporter.simulator import (
     LLAMA_3_1_8B_CONFIG,
     EngineParameters,
@@ -45,8 +45,7 @@ def run_demo(listen_address: ListenAddress, *, duration_seconds: float | None) -
     with SimulatedEngineServer(parameters) as engine:
         exporter = open_exporter(
             demo_config(engine.url, parameters, listen_address),
-            gpus=GpuSources(SimulatedNvml(), SimulatedProcesses()),
-            simulated=True,
+            Parts(gpus=GpuSources(SimulatedNvml(), SimulatedProcesses()), simulated=True),
         )
         if exporter is None:
             return 1

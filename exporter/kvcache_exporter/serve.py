@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -23,29 +24,30 @@ from kvcache_exporter.web_access import WebAccess
 log = logging.getLogger(__name__)
 
 
-class Exporter:
-    """One exporter in this process; `simulated` marks everything that it shows.
+@dataclass(frozen=True)
+class Parts:
+    """What an exporter is made of besides its configuration; None for what it does without.
 
-    `discovery` finds targets besides the configured ones. `recorder`, where given, gets every poll. Both end with the exporter.
-    `web` says who may read its pages. Raises OSError when the address cannot be bound.
+    `gpus` tell of GPUs, `discovery` finds targets besides the configured ones, `recorder` gets every poll, `web` says who may
+    read the pages. `simulated` marks everything that is shown.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        gpus: GpuSources | None,
-        discovery: Discovery | None = None,
-        recorder: Recorder | None = None,
-        web: WebAccess | None = None,
-        simulated: bool = False,
-    ) -> None:
-        self._discovery = discovery
-        self._recorder = recorder
-        self.poller = Poller(config, gpus=gpus, discovery=discovery, recorder=recorder)
+    gpus: GpuSources | None = None
+    discovery: Discovery | None = None
+    recorder: Recorder | None = None
+    web: WebAccess | None = None
+    simulated: bool = False
+
+
+class Exporter:
+    """One exporter in this process; discovery and recorder end with it. Raises OSError when the address cannot be bound."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self._parts = parts
+        self.poller = Poller(config, gpus=parts.gpus, discovery=parts.discovery, recorder=parts.recorder)
         registry = CollectorRegistry()
         stale_seconds = STALE_INTERVALS * config.poll_interval_seconds
-        registry.register(KVCacheCollector(self.poller.latest, stale_seconds=stale_seconds, simulated=simulated))
+        registry.register(KVCacheCollector(self.poller.latest, stale_seconds=stale_seconds, simulated=parts.simulated))
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
@@ -53,17 +55,17 @@ class Exporter:
         def is_ticking() -> bool:
             return time.time() - self.poller.ticked_at <= stale_seconds + config.poll_timeout_seconds
 
-        app = make_app(registry, self.poller.latest, is_ticking, simulated=simulated)
-        self._server = make_http_server(config.listen_address, app, web)
+        app = make_app(registry, self.poller.latest, is_ticking, simulated=parts.simulated)
+        self._server = make_http_server(config.listen_address, app, parts.web)
         host, self.port = self._server.server_address[:2]
-        is_tls = web is not None and web.latest.tls is not None
+        is_tls = parts.web is not None and parts.web.latest.tls is not None
         self.url = f"{'https' if is_tls else 'http'}://{_url_host(str(host))}:{self.port}"
         self._stop = threading.Event()
 
     def start(self) -> None:
         """Begin to poll and to serve, in daemon threads: one that hangs in a driver must not hold up the exit."""
-        if self._discovery is not None:
-            self._discovery.start()
+        if self._parts.discovery is not None:
+            self._parts.discovery.start()
         threading.Thread(target=self.poller.run, args=(self._stop,), name="poller", daemon=True).start()
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="http", daemon=True).start()
 
@@ -72,22 +74,15 @@ class Exporter:
         self._stop.set()
         self._server.shutdown()
         self._server.server_close()
-        if self._discovery is not None:
-            self._discovery.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._parts.discovery is not None:
+            self._parts.discovery.close()
+        if self._parts.recorder is not None:
+            self._parts.recorder.close()
 
 
-def run(
-    config: Config,
-    *,
-    gpus: GpuSources | None,
-    discovery: Discovery | None = None,
-    recorder: Recorder | None = None,
-    web: WebAccess | None = None,
-) -> int:
+def run(config: Config, parts: Parts) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
-    exporter = open_exporter(config, gpus=gpus, discovery=discovery, recorder=recorder, web=web)
+    exporter = open_exporter(config, parts)
     if exporter is None:
         return 1
     stop = stop_on_signal()
@@ -100,18 +95,10 @@ def run(
     return 0
 
 
-def open_exporter(
-    config: Config,
-    *,
-    gpus: GpuSources | None,
-    discovery: Discovery | None = None,
-    recorder: Recorder | None = None,
-    web: WebAccess | None = None,
-    simulated: bool = False,
-) -> Exporter | None:
+def open_exporter(config: Config, parts: Parts) -> Exporter | None:
     """Make an Exporter; None, with a line in the log, when its address cannot be bound."""
     try:
-        return Exporter(config, gpus=gpus, discovery=discovery, recorder=recorder, web=web, simulated=simulated)
+        return Exporter(config, parts)
     except OSError as error:
         address = config.listen_address
         fields = {

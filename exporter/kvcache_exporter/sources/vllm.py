@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcache_exporter.errors import SourceError
 from kvcache_exporter.readings import PageReading, ServedModel
 from kvcache_exporter.sources.http import HttpClient
+from kvcache_exporter.sources.json_object import json_object
 from kvcache_exporter.sources.vllm_page import parse_metrics
 
 # With this, and no slash behind /metrics, every version answers in the plain text format with unescaped names.
@@ -42,12 +42,12 @@ class VllmClient:
     def served_model(self) -> ServedModel:
         """Read /v1/models. Raises SourceError; needs the bearer token where the engine has an API key."""
         url = f"{self._base_url}/v1/models"
-        return parse_models(_json_object(url, self._http.get(url, accept="application/json").content))
+        return parse_models(json_object(url, self._http.get(url, accept="application/json").content))
 
     def version(self) -> str | None:
         """Read /version, such as `0.32.0`. Raises SourceError; None when the answer names none."""
         url = f"{self._base_url}/version"
-        version = _json_object(url, self._http.get(url, accept="application/json").content).get("version")
+        version = json_object(url, self._http.get(url, accept="application/json").content).get("version")
         return version if isinstance(version, str) else None
 
 
@@ -63,13 +63,3 @@ def parse_models(answer: Mapping[str, Any]) -> ServedModel:
                 root=entry["root"] if isinstance(entry.get("root"), str) else None,
             )
     return ServedModel()
-
-
-def _json_object(url: str, body: bytes) -> Mapping[str, Any]:
-    try:
-        answer = json.loads(body)
-    except ValueError as error:
-        raise SourceError("parse", f"{url} did not answer JSON: {error}") from error
-    if not isinstance(answer, dict):
-        raise SourceError("parse", f"{url} answered JSON that is not an object")
-    return answer

@@ -6,7 +6,6 @@ Only `list` and `watch` of `pods` are used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import urlencode
 
 from kvcache_exporter.errors import SourceError
 from kvcache_exporter.sources.http import HttpClient, HttpOptions, HttpStatusError
+from kvcache_exporter.sources.json_object import json_object
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LIST_TIMEOUT_SECONDS = 10.0
@@ -137,10 +137,10 @@ class PodsApi:
             body = self._http.get(f"{self._url}?{urlencode({**self._selectors, **query})}", accept="application/json")
         except HttpStatusError as error:
             raise self._explained(error) from error
-        return self._object(body.content)
+        return json_object(self._url, body.content)
 
     def _event(self, line: bytes) -> PodEvent:
-        event = self._object(line)
+        event = json_object(self._url, line)
         kind, pod = event.get("type"), event.get("object")
         if not isinstance(kind, str) or not isinstance(pod, dict):
             raise SourceError("parse", f"{self._url} sent a line that is no event of a watch")
@@ -149,15 +149,6 @@ class PodsApi:
                 raise ExpiredError
             raise SourceError("http_status", f"the API server ended the watch: {pod.get('message') or pod.get('reason')}")
         return PodEvent(kind, pod)
-
-    def _object(self, body: bytes) -> Mapping[str, Any]:
-        try:
-            answer = json.loads(body)
-        except ValueError as error:
-            raise SourceError("parse", f"{self._url} did not answer JSON: {error}") from error
-        if not isinstance(answer, dict):
-            raise SourceError("parse", f"{self._url} answered JSON that is not an object")
-        return answer
 
     def _explained(self, error: HttpStatusError) -> SourceError:
         if error.status == _GONE:
