@@ -26,8 +26,8 @@ suite: $(VENV)/.test-ready $(PROGRAMS)  ## The test suite on the Python of the v
 pythons: $(PROGRAMS)  ## The test suite on every other Python from 3.10 to 3.13 that this machine has.
 	tests/tools/each-python
 
-golden: $(VENV)/.test-ready  ## Write the golden pages and the metric reference anew, to be read as a diff.
-	$(BIN)/python -m pytest tests/test_golden.py tests/test_docs.py --update-golden
+golden: $(VENV)/.test-ready  ## Write the golden pages and renders and the metric reference anew, to be read as a diff.
+	$(BIN)/python -m pytest tests/test_golden.py tests/test_docs.py tests/chart/test_render.py --update-golden
 
 dashboards: $(VENV)/.test-ready  ## Write the Grafana dashboards anew, from their builders.
 	$(BIN)/python -m dashboards.build

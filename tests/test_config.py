@@ -47,13 +47,15 @@ kubernetes:
   namespaces: [ml, prod]
   label_selector: app in (vllm, sglang)
   port_names: http
-  model_config: models
+  model_config: https://hub/{root}/config.json
+  model_config_token_file: hub-token
   bearer_token_file: token
   api_server: http://127.0.0.1:8001
 targets:
 - name: llama
   url: https://llama:8000
   model_config: models/llama
+  model_config_token_file: hub-token
   tensor_parallel_size: 4
   pipeline_parallel_size: 2
   decode_context_parallel_size: 2
@@ -67,6 +69,9 @@ targets:
   gpus: [MIG-1a, 3]
   pod: ml/llama-0/vllm
   weight_bytes_per_gpu: 16000000000
+- name: fetched
+  url: http://fetched:8000
+  model_config: https://hub/org/name/config.json
 - name: inline
   url: http://inline:8000
   model_config: {architectures: [LlamaForCausalLM]}
@@ -85,7 +90,8 @@ targets:
             namespaces=("ml", "prod"),
             label_selector="app in (vllm, sglang)",
             port_names=("http",),
-            model_config=Path("/etc/kvcache/models"),
+            model_config="https://hub/{root}/config.json",
+            model_config_token_file=Path("/etc/kvcache/hub-token"),
             bearer_token_file=Path("/etc/kvcache/token"),
             api_server="http://127.0.0.1:8001",
         ),
@@ -94,6 +100,7 @@ targets:
                 name="llama",
                 url="https://llama:8000",
                 model_config=Path("/etc/kvcache/models/llama"),
+                model_config_token_file=Path("/etc/kvcache/hub-token"),
                 tensor_parallel_size=4,
                 pipeline_parallel_size=2,
                 decode_context_parallel_size=2,
@@ -108,6 +115,7 @@ targets:
                 pod="ml/llama-0/vllm",
                 weight_bytes_per_gpu=16_000_000_000,
             ),
+            TargetConfig(name="fetched", url="http://fetched:8000", model_config="https://hub/org/name/config.json"),
             TargetConfig(name="inline", url="http://inline:8000", model_config={"architectures": ["LlamaForCausalLM"]}),
         ),
     )
@@ -178,12 +186,22 @@ TARGETS = "targets: [{url: http://a:1}]\n"
             "targets: [{url: http://a:1, zzz: 1}]",
             "/etc/kvcache/config.yml:1: targets[0].zzz: is not a setting; known here: bearer_token_file, ca_file, "
             "decode_context_parallel_size, dtype, gpus, kv_cache_bytes_per_token, max_model_len, max_num_active_seqs, "
-            "max_num_batched_tokens, max_num_seqs, model_config, name, num_speculative_tokens, pipeline_parallel_size, pod, "
-            "tensor_parallel_size, url, watermark, weight_bytes_per_gpu",
+            "max_num_batched_tokens, max_num_seqs, model_config, model_config_token_file, name, "
+            "num_speculative_tokens, pipeline_parallel_size, pod, tensor_parallel_size, url, watermark, weight_bytes_per_gpu",
         ),
         (
             "kubernetes: true",
             "/etc/kvcache/config.yml:1: kubernetes: is not a mapping; write its settings below it, each indented",
+        ),
+        (
+            "kubernetes: {model_config: 'https://hub/org/name/config.json'}",
+            "/etc/kvcache/config.yml:1: kubernetes.model_config: 'https://hub/org/name/config.json' is of one model, and "
+            "engines that are found may run others: put {root} for the name",
+        ),
+        (
+            "targets: [{url: 'http://a:1', model_config: 'https://u:p@hub/config.json'}]",
+            "/etc/kvcache/config.yml:1: targets[0].model_config: a user or password in the address would show in labels and logs; "
+            "use bearer_token_file",
         ),
         (
             "kubernetes: {namespace: ml}",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 # Options that say more of the one engine that --vllm-url gives.
-_OF_THE_URL = ("target_name", "model_config", "engine_args", "gpus", "bearer_token_file")
+_OF_THE_URL = ("target_name", "model_config", "model_config_token_file", "engine_args", "gpus", "bearer_token_file")
 
 
 @click.command()
@@ -30,7 +33,12 @@ _OF_THE_URL = ("target_name", "model_config", "engine_args", "gpus", "bearer_tok
 @click.option("--vllm-url", metavar="URL", help="Address of an engine, such as http://127.0.0.1:8000, besides those of --config.")
 @click.option("--target-name", metavar="NAME", help="Its label `target`.  [default: host and port of --vllm-url]")
 @click.option(
-    "--model-config", type=click.Path(path_type=Path), help="config.json of its model, its directory, or a Hugging Face cache."
+    "--model-config",
+    metavar="PATH|URL",
+    help="config.json of its model, its directory, a Hugging Face cache, or an address with {root} for the model's name.",
+)
+@click.option(
+    "--model-config-token-file", metavar="FILE", help="File with the token for such an address, as gated models need it."
 )
 @click.option(
     "--engine-args",
@@ -39,7 +47,7 @@ _OF_THE_URL = ("target_name", "model_config", "engine_args", "gpus", "bearer_tok
     "which have the last word.",
 )
 @click.option("--gpus", metavar="LIST", help="Its GPUs, as indexes or uuids with commas between; no others are shown.")
-@click.option("--bearer-token-file", type=click.Path(path_type=Path), help="File with its API key.")
+@click.option("--bearer-token-file", metavar="FILE", help="File with its API key.")
 @click.option("--no-nvml", is_flag=True, help="Read no GPUs.")
 @click.option(
     "--record",
@@ -65,7 +73,7 @@ def serve(
     log_level: str,
     *,
     no_nvml: bool,
-    **of_the_url: str | Path | None,
+    **of_the_url: str | None,
 ) -> None:
     """Poll engines and GPUs, and serve what they say to Prometheus. The options on one engine go with --vllm-url."""
     from kvcache_exporter.discovery import discover
@@ -94,7 +102,7 @@ def serve(
     sys.exit(run(config, Parts(gpus, discovery, recorder, web)))
 
 
-def _config(config_path: Path | None, vllm_url: str | None, of_the_url: dict[str, str | Path | None]) -> Config:
+def _config(config_path: Path | None, vllm_url: str | None, of_the_url: Mapping[str, str | None]) -> Config:
     """The settings of the file with the engine of --vllm-url as a further target. Raises ConfigError."""
     from kvcache_exporter.config import Config, load_config
 
@@ -107,31 +115,34 @@ def _config(config_path: Path | None, vllm_url: str | None, of_the_url: dict[str
     return replace(config, targets=(*config.targets, target), gpus=config.gpus if target.gpus is None else target.gpus)
 
 
-def _target(vllm_url: str, of_the_url: dict[str, str | Path | None]) -> TargetConfig:
+def _target(vllm_url: str, of_the_url: Mapping[str, str | None]) -> TargetConfig:
     from kvcache_exporter.config import target_for_url
-    from kvcache_exporter.config_values import gpu_list
+    from kvcache_exporter.config_values import gpu_list, model_source
     from kvcache_exporter.container_words import words_of_text
     from kvcache_exporter.engine_args import read_engine_args
     from kvcache_exporter.target_arguments import with_arguments
 
-    target = target_for_url(vllm_url, None if of_the_url["target_name"] is None else str(of_the_url["target_name"]))
-    if of_the_url["engine_args"] is not None:
-        parts = str(of_the_url["engine_args"]).split("\f")
+    target = target_for_url(vllm_url, of_the_url["target_name"])
+    arguments = of_the_url["engine_args"]
+    if arguments is not None:
+        parts = arguments.split("\f")
         target = with_arguments(target, read_engine_args([word for part in parts for word in words_of_text(part)]))
-    try:
-        gpus = None if of_the_url["gpus"] is None else gpu_list(of_the_url["gpus"])
-    except ValueError as error:
-        raise ConfigError([f"--gpus: {error}"]) from error
     return replace(
         target,
-        model_config=_path(of_the_url["model_config"]),
-        bearer_token_file=_path(of_the_url["bearer_token_file"]),
-        gpus=gpus,
+        model_config=_value(of_the_url, "model_config", lambda value: model_source(value, Path())),
+        model_config_token_file=_value(of_the_url, "model_config_token_file", Path),
+        bearer_token_file=_value(of_the_url, "bearer_token_file", Path),
+        gpus=_value(of_the_url, "gpus", gpu_list),
     )
 
 
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)
+def _value(options: Mapping[str, str | None], name: str, convert: Callable[[str], _T]) -> _T | None:
+    """The value of an option, None where it is not given. Raises ConfigError."""
+    given = options[name]
+    try:
+        return None if given is None else convert(given)
+    except ValueError as error:
+        raise ConfigError([f"--{name.replace('_', '-')}: {error}"]) from error
 
 
 def _gpu_sources(config: Config) -> GpuSources:

@@ -19,9 +19,9 @@ from kvcache_exporter.config_values import (
     file_in,
     gpu_list,
     http_url,
-    models_directory,
+    model_source,
+    models_source,
     path_in,
-    path_or_mapping,
     pod_name,
     positive_int,
     seconds,
@@ -48,11 +48,12 @@ class ListenAddress:
 class TargetConfig:
     """One vLLM server and what its pages do not tell about it.
 
-    `model_config` is a path (file, directory, Hugging Face cache) or the content of config.json itself; None means the `root`
-    that the engine reports, where that path exists here. `max_model_len` (tokens), `max_num_seqs` and `max_num_active_seqs` are
-    the engine's flags; None: not given. `watermark` is the share of blocks that the engine keeps free on admission.
-    `kv_cache_bytes_per_token` (over all ranks)
-    stands in for a model whose layout is not known, as if all its layers were full attention.
+    `model_config` is a path (file, directory, Hugging Face cache), an address in which `{root}` stands for the hub name that
+    the engine reports (with the token of `model_config_token_file`), or the content of config.json itself; None means that
+    `root`, where it is a path that exists here. `max_model_len` (tokens), `max_num_seqs` and `max_num_active_seqs` are the
+    engine's flags; None: not given. `watermark` is the share of blocks that the engine keeps free on admission.
+    `kv_cache_bytes_per_token` (over all ranks) stands in for a model whose layout is not known, as if all its layers were
+    full attention.
 
     `gpus` are the GPUs that the engine runs on, as its CUDA_VISIBLE_DEVICES has them; `pod` is where it runs in Kubernetes, as
     `namespace/pod` or `namespace/pod/container`. `weight_bytes_per_gpu` is what the engine logs that loading its model took.
@@ -64,7 +65,8 @@ class TargetConfig:
 
     name: str
     url: str
-    model_config: Path | Mapping[str, Any] | None = None
+    model_config: Path | str | Mapping[str, Any] | None = None
+    model_config_token_file: Path | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -90,17 +92,18 @@ class TargetConfig:
 class KubernetesConfig:
     """How the engines of this node are found through the Kubernetes API.
 
-    `node_name` None: that of the environment. `namespaces` empty: all. `label_selector` is in the API's own syntax; without one,
-    pods opt in by label, annotation, or a container port called as one of `port_names`. `model_config` is a directory of models
-    as this exporter sees it; it, `bearer_token_file` and `ca_file` are for all engines that are found. `api_server` is an address
-    without credentials, None for the cluster's own.
+    `node_name` None: that of the environment. `namespaces` empty: all. `label_selector` is in the API's own syntax; without
+    one, pods opt in by label, annotation, or a container port called as one of `port_names`. `model_config` is a directory of
+    models as this exporter sees it, or an address with `{root}`; it, its token, `bearer_token_file` and `ca_file` are for all
+    engines that are found. `api_server` is an address without credentials, None for the cluster's own.
     """
 
     node_name: str | None = None
     namespaces: tuple[str, ...] = ()
     label_selector: str | None = None
     port_names: tuple[str, ...] = ("vllm",)
-    model_config: Path | None = None
+    model_config: Path | str | None = None
+    model_config_token_file: Path | None = None
     bearer_token_file: Path | None = None
     ca_file: Path | None = None
     api_server: str | None = None
@@ -202,7 +205,8 @@ def _kubernetes(top: Section) -> KubernetesConfig | None:
         namespaces=section.take("namespaces", strings, ()),
         label_selector=section.take("label_selector", some_text, None),
         port_names=section.take("port_names", strings, KubernetesConfig.port_names),
-        model_config=section.take("model_config", lambda value: models_directory(value, folder), None),
+        model_config=section.take("model_config", lambda value: models_source(value, folder), None),
+        model_config_token_file=section.take("model_config_token_file", lambda value: path_in(value, folder), None),
         bearer_token_file=section.take("bearer_token_file", lambda value: path_in(value, folder), None),
         ca_file=section.take("ca_file", lambda value: file_in(value, folder), None),
         api_server=section.take("api_server", http_url, None),
@@ -234,7 +238,8 @@ def _target(section: Section) -> TargetConfig | None:
     target = TargetConfig(
         name=section.take("name", some_text, urlsplit(url or "").netloc),
         url=url or "",
-        model_config=section.take("model_config", lambda value: path_or_mapping(value, folder), None),
+        model_config=section.take("model_config", lambda value: model_source(value, folder), None),
+        model_config_token_file=section.take("model_config_token_file", lambda value: path_in(value, folder), None),
         tensor_parallel_size=section.take("tensor_parallel_size", positive_int, 1),
         pipeline_parallel_size=section.take("pipeline_parallel_size", positive_int, 1),
         decode_context_parallel_size=section.take("decode_context_parallel_size", positive_int, 1),

@@ -31,9 +31,11 @@ def some_text(value: object) -> str:
     return text
 
 
-def path_or_mapping(value: object, folder: Path) -> Path | Mapping[str, Any]:
-    """A path, relative to `folder`, or the content of a config.json itself."""
-    return value if isinstance(value, dict) else path_in(value, folder)
+def model_source(value: object, folder: Path) -> Path | str | Mapping[str, Any]:
+    """A path, relative to `folder`, an address, or the content of a config.json itself."""
+    if isinstance(value, dict):
+        return value
+    return http_url(value) if _is_url(value) else path_in(value, folder)
 
 
 def gpu_list(value: object) -> tuple[str, ...]:
@@ -79,14 +81,22 @@ def strings(value: object) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def models_directory(value: object, folder: Path) -> Path:
-    """A path, relative to `folder`, of a directory of models: engines that are found may run any of them."""
+def models_source(value: object, folder: Path) -> Path | str:
+    """A path, relative to `folder`, of a directory of models, or an address with `{root}` for the name of one."""
+    if _is_url(value):
+        if "{root}" not in str(value):
+            raise ValueError(f"{value!r} is of one model, and engines that are found may run others: put {{root}} for the name")
+        return http_url(value)
     path = path_in(value, folder)
     if (path / "config.json").is_file():
         raise ValueError(
             f"{path} is the directory of one model, and engines that are found may run others: give the one above it"
         )
     return path
+
+
+def _is_url(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(("http://", "https://"))
 
 
 def dtype(value: object) -> str:

@@ -117,6 +117,7 @@ def _target(engine: EnginePod, settings: KubernetesConfig, *, with_container: bo
         name=f"{name}/{engine.container}" if with_container else name,
         url=engine.url,
         model_config=settings.model_config if engine.model_config is None else Path(engine.model_config),
+        model_config_token_file=settings.model_config_token_file,
         bearer_token_file=settings.bearer_token_file,
         ca_file=settings.ca_file,
         pod=f"{name}/{engine.container}",

@@ -19,6 +19,7 @@ from kvcache_exporter.model_config import parse_model_config
 from kvcache_exporter.readings import PageReading
 from kvcache_exporter.snapshot import EngineSnapshot
 from kvcache_exporter.sources.model_files import load_config_json
+from kvcache_exporter.sources.model_url import fetch_config_json
 from kvcache_exporter.sources.vllm_page import parse_metrics
 from kvcache_exporter.target import Facts, TargetHistory
 from kvcache_exporter.target_weights import ModelOnDisk
@@ -50,7 +51,10 @@ class Subject:
         if file is None:
             return Facts(version=self.vllm_version)
         try:
-            content = load_config_json(file) if isinstance(file, Path) else file
+            if isinstance(file, str):
+                content = fetch_config_json(file, None, self.target.model_config_token_file)
+            else:
+                content = load_config_json(file) if isinstance(file, Path) else file
             model = parse_model_config(content)
         except UnsupportedModelError as error:
             on_problem(str(error))

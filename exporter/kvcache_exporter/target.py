@@ -24,6 +24,7 @@ from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
 from kvcache_exporter.sources.model_files import find_config_json, load_config_json, weight_bytes
+from kvcache_exporter.sources.model_url import ROOT, fetch_config_json
 from kvcache_exporter.sources.vllm import VllmClient
 from kvcache_exporter.target_weights import ModelOnDisk, TargetWeights, TracedWeights
 
@@ -83,8 +84,12 @@ def read_facts(config: TargetConfig, client: VllmClient, known: Facts) -> FactsR
 
 
 def _read_model(config: TargetConfig, root: str | None) -> ModelOnDisk:
-    if config.model_config is not None and not isinstance(config.model_config, Path):
-        return ModelOnDisk(config.model_config, parse_model_config(config.model_config))
+    given = config.model_config
+    if isinstance(given, Mapping):
+        return ModelOnDisk(given, parse_model_config(given))
+    if isinstance(given, str) and not (ROOT in given and _is_path_here(root)):
+        content = fetch_config_json(given, root, config.model_config_token_file)
+        return ModelOnDisk(content, parse_model_config(content))
     file = find_config_json(*_where_the_model_is(config, root))
     content = load_config_json(file)
     return ModelOnDisk(content, parse_model_config(content), weight_bytes(file.parent))
@@ -93,10 +98,14 @@ def _read_model(config: TargetConfig, root: str | None) -> ModelOnDisk:
 def _where_the_model_is(config: TargetConfig, root: str | None) -> tuple[Path, str | None]:
     if isinstance(config.model_config, Path):
         return config.model_config, root
-    if root is not None and Path(root).is_absolute() and Path(root).exists():
+    if root is not None and _is_path_here(root):
         return Path(root), None
     where = "the engine does not tell its model's path" if root is None else f"the engine's model {root!r} is not a path here"
     raise SourceError("missing", f"{where} and no model_config is set: give the path of config.json for bytes and slots")
+
+
+def _is_path_here(root: str | None) -> bool:
+    return root is not None and Path(root).is_absolute() and Path(root).exists()
 
 
 class TargetHistory:

@@ -171,7 +171,6 @@ def test_models_config_is_where_the_exporter_looks_for_it() -> None:
     result = render({"modelConfigs": models})
     config = parse_config(str(config_text(result, result.pod)), Path("config.yaml"))
     assert config.kubernetes is not None
-    assert config.kubernetes.model_config is not None
     for model in ("a", "b"):
-        file = config.kubernetes.model_config / f"models--org--{model}" / "config.json"
+        file = Path(str(config.kubernetes.model_config)) / f"models--org--{model}" / "config.json"
         assert json.loads(mounted_text(result, result.pod, file)) == content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -87,7 +88,7 @@ def test_sidecar_reads_the_models_files_where_the_engine_does() -> None:
     pod = with_sidecar().pod
     (mount,) = (mount for mount in pod.exporter["volumeMounts"] if mount["name"] == "models")
     assert mount in [{**each, "readOnly": True} for each in engine(pod)["volumeMounts"]]
-    assert serve_options(pod)["model_config"].is_relative_to(mount["mountPath"])
+    assert Path(serve_options(pod)["model_config"]).is_relative_to(mount["mountPath"])
 
 
 def test_configuration_of_the_sidecar_is_in_the_pods_volumes() -> None:

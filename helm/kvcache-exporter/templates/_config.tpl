@@ -28,8 +28,11 @@ other.
 {{- end -}}
 {{- if include "kvcache-exporter.discovery" . -}}
 {{- $kubernetes := include "kvcache-exporter.kubernetes" . | fromYaml -}}
-{{- if and .Values.modelConfigs (not $kubernetes.model_config) -}}
-{{- $_ := set $kubernetes "model_config" "/etc/kvcache-exporter/models" -}}
+{{- with include "kvcache-exporter.modelSource" . -}}
+{{- $_ := set $kubernetes "model_config" (default . $kubernetes.model_config) -}}
+{{- end -}}
+{{- if and .Values.modelHub.tokenSecret.name (not $kubernetes.model_config_token_file) -}}
+{{- $_ := set $kubernetes "model_config_token_file" "/etc/kvcache-exporter/model-hub/token" -}}
 {{- end -}}
 {{- if and .Values.bearerTokenSecret.name (not $kubernetes.bearer_token_file) -}}
 {{- $_ := set $kubernetes "bearer_token_file" "/etc/kvcache-exporter/bearer-token/token" -}}
@@ -42,6 +45,11 @@ other.
 {{- if $config -}}
 {{- toYaml $config -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Where config.json of engines is that nothing else tells; "" for nowhere but the engine's own path. */}}
+{{- define "kvcache-exporter.modelSource" -}}
+{{- ternary "/etc/kvcache-exporter/models" .Values.modelHub.url (not (empty .Values.modelConfigs)) -}}
 {{- end -}}
 
 {{/* Name of a model's folder in a Hugging Face cache, where the exporter looks for it. Takes the model's name. */}}

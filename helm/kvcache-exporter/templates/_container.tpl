@@ -46,6 +46,11 @@ httpGet:
   mountPath: /etc/kvcache-exporter/bearer-token
   readOnly: true
 {{- end }}
+{{- if .Values.modelHub.tokenSecret.name }}
+- name: kvcache-exporter-model-hub
+  mountPath: /etc/kvcache-exporter/model-hub
+  readOnly: true
+{{- end }}
 {{- if .Values.webConfigSecret.name }}
 - name: kvcache-exporter-web-config
   mountPath: /etc/kvcache-exporter/web-config
@@ -75,13 +80,13 @@ httpGet:
         path: {{ $folder }}/config.json
       {{- end }}
 {{- end }}
-{{- with .Values.bearerTokenSecret }}
-{{- if .name }}
-- name: kvcache-exporter-bearer-token
+{{- range $volume, $secret := dict "bearer-token" .Values.bearerTokenSecret "model-hub" .Values.modelHub.tokenSecret }}
+{{- if $secret.name }}
+- name: kvcache-exporter-{{ $volume }}
   secret:
-    secretName: {{ .name | quote }}
+    secretName: {{ $secret.name | quote }}
     items:
-      - key: {{ .key | quote }}
+      - key: {{ $secret.key | quote }}
         path: token
 {{- end }}
 {{- end }}

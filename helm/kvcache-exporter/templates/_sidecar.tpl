@@ -17,8 +17,11 @@ args:
   {{- include "kvcache-exporter.args" . | nindent 2 }}
   - --vllm-url=http://127.0.0.1:{{ .Values.sidecar.vllmPort }}
   - --target-name=$(POD_NAMESPACE)/$(POD_NAME)
-  {{- with default (ternary "/etc/kvcache-exporter/models" "" (not (empty .Values.modelConfigs))) .Values.sidecar.modelConfig }}
+  {{- with default (include "kvcache-exporter.modelSource" .) .Values.sidecar.modelConfig }}
   - {{ printf "--model-config=%s" . | quote }}
+  {{- end }}
+  {{- if .Values.modelHub.tokenSecret.name }}
+  - --model-config-token-file=/etc/kvcache-exporter/model-hub/token
   {{- end }}
   {{- if .Values.bearerTokenSecret.name }}
   - --bearer-token-file=/etc/kvcache-exporter/bearer-token/token
