@@ -200,8 +200,8 @@ TARGETS = "targets: [{url: http://a:1}]\n"
         ),
         (
             "targets: [{url: 'http://a:1', model_config: 'https://u:p@hub/config.json'}]",
-            "/etc/kvcache/config.yml:1: targets[0].model_config: a user or password in the address would show in labels and logs; "
-            "use bearer_token_file",
+            "/etc/kvcache/config.yml:1: targets[0].model_config: a user or password in the address would show in labels and "
+            "logs; use bearer_token_file",
         ),
         (
             "kubernetes: {namespace: ml}",
