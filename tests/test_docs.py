@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 METRICS = ROOT / "exporter" / "METRICS.md"
 README = ROOT / "README.md"
 # What is found out of a target in Kubernetes.
-NOT_OF_THE_FILE = {"container_id", "num_draft_layers", "unknown_arguments"}
+NOT_OF_THE_FILE = {"container_id", "has_default_seats", "num_draft_layers", "unknown_arguments"}
 BLOCK = re.compile(r"(<!-- reference: [^>]*-->\n).*(<!-- end of reference -->)", re.DOTALL)
 
 

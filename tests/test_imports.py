@@ -17,7 +17,16 @@ LAYERS = (
     {"errors", "model_config", "kv_cache_spec", "gpus", "gpu_reading", "readings", "capacity", "headroom", "plan", "snapshot"}
     | {"engine_state", "expected_blocks", "forecast", "history", "length_distribution", "limits", "load", "request_mix"}
     | {"running_requests", "recent_latency", "prefix_sharing", "visible_devices", "gpu_owners", "gpu_memory"}
-    | {"memory_bandwidth", "weights", "human_integer", "shell_words", "container_words", "engine_args", "vllm_command_line"}
+    | {
+        "memory_bandwidth",
+        "weights",
+        "human_integer",
+        "shell_words",
+        "container_words",
+        "engine_args",
+        "vllm_command_line",
+        "default_seats",
+    }
     | {"engine_pod"},
     {"sources", "config", "config_values", "yaml_section", "simulator", "health", "job", "capture"},
     {"target", "target_arguments", "target_weights", "discovery", "node_gpus", "gpu_placement", "polled_target", "poller"},

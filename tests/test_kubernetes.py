@@ -337,7 +337,27 @@ def test_arguments_of_the_container_are_the_targets(cluster: Cluster) -> None:
     lab = cluster.lab()
     polled_until(lab, lambda lab: lab.value("kvcache_up", target="ml/vllm-0", source="vllm") == 1)
     (labels,) = lab.samples("kvcache_engine_info", target="ml/vllm-0")
-    assert dict(labels)["max_num_seqs"] == "3"
+    assert (dict(labels)["max_num_seqs"], dict(labels)["max_num_seqs_source"]) == ("3", "configured")
+
+
+class H100s:
+    """A node of two H100s."""
+
+    def read(self) -> NvmlReading:
+        return NvmlReading(tuple(GpuReading(f"GPU-{n}", n, "NVIDIA H100 80GB HBM3", 80 * GIB, 70 * GIB) for n in range(2)), "570")
+
+
+def test_engine_without_max_num_seqs_has_the_default_of_its_gpu(cluster: Cluster) -> None:
+    """Known from the second poll on, when the GPUs are; an engine of the file is asked nothing, so nothing is sure there."""
+    cluster.serve("vllm-0")
+    lab = cluster.lab(TargetConfig("fixed", cluster.engine.url), gpus=H100s())
+
+    def seats(target: str) -> tuple[str, str] | None:
+        infos = [dict(labels) for labels in lab.samples("kvcache_engine_info", target=target)]
+        return (infos[0]["max_num_seqs"], infos[0]["max_num_seqs_source"]) if infos else None
+
+    polled_until(lab, lambda lab: seats("ml/vllm-0") == ("1024", "default"))
+    assert seats("fixed") == ("", "")
 
 
 def test_model_config_for_all_engines(cluster: Cluster, tmp_path: Path) -> None:

@@ -35,7 +35,26 @@ def test_settings_of_a_whole_command_line() -> None:
 
 
 def test_what_a_whole_command_line_does_not_have_is_the_default() -> None:
-    assert target("vllm serve m") == TargetConfig("t", "http://t:8000", num_draft_layers=0)
+    assert target("vllm serve m") == TargetConfig("t", "http://t:8000", has_default_seats=True, num_draft_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_sure"),
+    [
+        ("vllm serve m -tp 2", True),
+        ("vllm serve m --max-num-batched-tokens 512", True),
+        ("vllm serve m --max-num-seqs 256", False),
+        ("vllm serve m --max-num-seqs $(SEATS)", False),
+        ("vllm serve m --max-num-batched-tokens $(TOKENS)", False),
+        ("vllm serve m --performance-mode throughput", False),
+        ("vllm serve m --performance-mode $(MODE)", False),
+        ("vllm serve m --config engine.yaml", False),
+        ("vllm serve m $EXTRA_ARGS", False),
+        ("start.sh -tp 2", False),
+    ],
+)
+def test_default_seats_are_taken_only_where_nothing_can_change_them(arguments: str, is_sure: bool) -> None:
+    assert target(arguments, gpus=1).has_default_seats == is_sure
 
 
 @pytest.mark.parametrize(

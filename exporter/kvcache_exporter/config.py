@@ -58,9 +58,10 @@ class TargetConfig:
     `gpus` are the GPUs that the engine runs on, as its CUDA_VISIBLE_DEVICES has them; `pod` is where it runs in Kubernetes, as
     `namespace/pod` or `namespace/pod/container`. `weight_bytes_per_gpu` is what the engine logs that loading its model took.
 
-    Three fields are not of the file, but of a target that was found, or whose arguments are given: `container_id` is the
-    runtime's; `num_draft_layers` counts the layers that speculation adds (None: one, where it is on); `unknown_arguments` are
-    those of the engine that cannot be told, each as a sentence: what follows from them is then not known either.
+    Four fields are not of the file, but of a target that was found, or whose arguments are given: `container_id` is the
+    runtime's; `has_default_seats`: it runs with vLLM's default of max_num_seqs; `num_draft_layers` counts the layers that
+    speculation adds (None: one, where it is on); `unknown_arguments` are those of the engine that cannot be told, each as a
+    sentence: what follows from them is then not known either.
     """
 
     name: str
@@ -84,6 +85,7 @@ class TargetConfig:
     pod: str | None = None
     weight_bytes_per_gpu: int | None = None
     container_id: str | None = None
+    has_default_seats: bool = False
     num_draft_layers: int | None = None
     unknown_arguments: tuple[str, ...] = ()
 

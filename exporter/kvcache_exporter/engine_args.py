@@ -51,13 +51,14 @@ class EngineArgs:
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     block_size: int | None = None
+    performance_mode: str | None = None
     uses_tls: bool = False
     config_file: str | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
     is_vllm: bool = False
 
 
-_TEXTS = {"model": "[^-].*", "dtype": r"\w+", "kv_cache_dtype": r"\w+", "speculative_method": r"\w+"}
+_TEXTS = {"model": "[^-].*", "dtype": r"\w+", "kv_cache_dtype": r"\w+", "speculative_method": r"\w+", "performance_mode": r"\w+"}
 _NOTHING = ("", "None")  # what vLLM takes for a flag that is not given
 
 # What a word that may hold any flags leaves unknown.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from kvcache_exporter.capture import Recorder
 from kvcache_exporter.config import Config, TargetConfig
 from kvcache_exporter.errors import SourceError
+from kvcache_exporter.gpu_reading import GpuReading
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.job import Job
 from kvcache_exporter.readings import PageReading
@@ -96,13 +98,13 @@ class PolledTarget:
         if self._page is not None and not self._facts_pending and not self._facts.complete and now >= self._ask_facts_at:
             self._facts_pending = self._facts_job.start()
 
-    def finish(self, now: float, deadline: float, health: HealthBook) -> TargetSnapshot:
-        """Wait for the facts and say what the target looks like."""
+    def finish(self, now: float, deadline: float, health: HealthBook, gpus: Sequence[GpuReading]) -> TargetSnapshot:
+        """Wait for the facts and say what the target looks like. `gpus` are those that its engines may run on."""
         if self._facts_pending:
             self._finish_facts(now, deadline, health)
         if self._page is None:
             return TargetSnapshot(name=self.config.name, url=self.config.url, pod=self.config.pod)
-        snapshot, refusal = self._history.observe(self._page, self._read_at, self._facts)
+        snapshot, refusal = self._history.observe(self._page, self._read_at, self._facts, gpus)
         if refusal is not None:
             health.failure(self.config.name, SOURCE_MODEL_CONFIG, refusal, duration_seconds=0.0)
         return snapshot

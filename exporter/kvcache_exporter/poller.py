@@ -78,7 +78,9 @@ class Poller:
         for target in polled:
             target.finish_page(now, deadline, self._health)
             target.start_facts(now)
-        targets = tuple(target.finish(now, deadline, self._health) for target in polled)
+        # Those of the tick before: they change seldom, and these are still being read.
+        gpus = () if self._latest is None or self._latest.nvml is None else self._latest.nvml.gpus
+        targets = tuple(target.finish(now, deadline, self._health, gpus) for target in polled)
         node = NodeReading() if self._gpus is None else self._gpus.finish(now, deadline, self._health)
         placed = self._placement.place(node, targets, configs)
         contradictions = sum(gpu.memory is not None and gpu.memory.contradiction for gpu in placed.gpus)

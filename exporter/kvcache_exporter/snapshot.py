@@ -67,6 +67,7 @@ class TargetSnapshot:
     max_model_len_source: str | None = None
     tensor_parallel_size: int | None = None
     max_num_seqs: int | None = None
+    max_num_seqs_source: str | None = None
 
 
 @dataclass(frozen=True)

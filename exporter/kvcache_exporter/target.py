@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.config import TargetConfig
+from kvcache_exporter.default_seats import default_max_num_seqs
 from kvcache_exporter.engine_state import has_restarted
 from kvcache_exporter.errors import KVCacheExporterError, SourceError, UnsupportedModelError
+from kvcache_exporter.gpu_reading import GpuReading
 from kvcache_exporter.headroom import TYPICAL_LENGTH, headroom_of
 from kvcache_exporter.history import EngineHistory
 from kvcache_exporter.job import Outcome, attempt
@@ -29,6 +31,7 @@ from kvcache_exporter.sources.vllm import VllmClient
 from kvcache_exporter.target_weights import ModelOnDisk, TargetWeights, TracedWeights
 
 CONFIGURED = "configured"
+DEFAULT = "default"
 ASSUMED = "assumed"
 
 SOURCE_PAGE = "vllm"
@@ -135,11 +138,14 @@ class TargetHistory:
         earlier = {engine.engine: engine for engine in self._page.engines}
         return any(e.engine in earlier and has_restarted(earlier[e.engine], e) for e in page.engines)
 
-    def observe(self, page: PageReading, read_at: float, facts: Facts) -> tuple[TargetSnapshot, KVCacheExporterError | None]:
+    def observe(
+        self, page: PageReading, read_at: float, facts: Facts, gpus: Sequence[GpuReading] = ()
+    ) -> tuple[TargetSnapshot, KVCacheExporterError | None]:
         """What the page that was read `read_at` (Unix seconds) means, given the facts and the pages before it.
 
-        Also why no layout could be made, if so: blocks and counts go on without one.
+        `gpus` are those that its engines may run on. Also why no layout could be made, if so: blocks and counts go on without.
         """
+        seats = self._seats(facts, gpus)
         self._page = page
         reported = None if facts.served is None else facts.served.max_model_len
         max_model_len = reported or self._config.max_model_len
@@ -151,7 +157,7 @@ class TargetHistory:
                 layout = _layout(self._config, facts, reading, max_model_len, self._layout_of)
             except (UnsupportedModelError, SourceError) as error:
                 refusal = error
-            engines.append(self._engine_snapshot(reading, read_at, layout, facts, max_model_len))
+            engines.append(self._engine_snapshot(reading, read_at, layout, facts, max_model_len, seats))
         # A rank that is gone leaves nothing behind.
         self._engines = {reading.engine: self._engines[reading.engine] for reading in page.engines}
         snapshot = TargetSnapshot(
@@ -164,9 +170,16 @@ class TargetHistory:
             max_model_len=max_model_len,
             max_model_len_source=None if max_model_len is None else (REPORTED if reported else CONFIGURED),
             tensor_parallel_size=None if self._config.unknown_arguments else self._config.tensor_parallel_size,
-            max_num_seqs=self._config.max_num_seqs,
+            max_num_seqs=seats,
+            max_num_seqs_source=None if seats is None else (DEFAULT if self._config.max_num_seqs is None else CONFIGURED),
         )
         return snapshot, refusal
+
+    def _seats(self, facts: Facts, gpus: Sequence[GpuReading]) -> int | None:
+        """max_num_seqs as it is given, or vLLM's default where it is sure that none is given."""
+        if not self._config.has_default_seats:
+            return self._config.max_num_seqs
+        return default_max_num_seqs(parse_vllm_version(facts.version), gpus, self._config.max_num_batched_tokens)
 
     def _engine_snapshot(
         self,
@@ -175,6 +188,7 @@ class TargetHistory:
         layout: KVCacheLayout | None,
         facts: Facts,
         max_model_len: int | None,
+        seats: int | None,
     ) -> EngineSnapshot:
         history = self._engines.setdefault(reading.engine, EngineHistory(self._window_seconds))
         condition = history.observe(read_at, reading)
@@ -199,7 +213,7 @@ class TargetHistory:
         capacity = snapshot.capacity
         if capacity is None:
             return snapshot
-        limits = _admission_limits(self._config)
+        limits = AdmissionLimits(seats, self._config.max_num_active_seqs, self._config.watermark)
         traffic = history.traffic(max_model_len, None if layout is None else layout.tokens_per_block)
         headroom = headroom_of(
             reading,
@@ -233,10 +247,6 @@ def _step_reads(weights: TracedWeights | None, layout: KVCacheLayout | None) -> 
         return None
     stages = len(streamed)
     return StepReads(sum(streamed) / stages, layout.bytes_per_block / layout.engine.tensor_parallel_size / stages)
-
-
-def _admission_limits(config: TargetConfig) -> AdmissionLimits:
-    return AdmissionLimits(config.max_num_seqs, config.max_num_active_seqs, config.watermark)
 
 
 def _layout(

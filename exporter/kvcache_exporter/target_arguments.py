@@ -44,8 +44,15 @@ def with_arguments(target: TargetConfig, args: EngineArgs, *, gpus: int | None =
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         dtype=args.dtype or "auto",
+        has_default_seats=_has_default_seats(args),
         unknown_arguments=tuple(unknown.values()),
     )
+
+
+def _has_default_seats(args: EngineArgs) -> bool:
+    """Whether it is sure that no argument says or changes max_num_seqs, as `--performance-mode` does."""
+    told = {"max_num_seqs", "max_num_batched_tokens", "performance_mode"} & args.unknown.keys()
+    return args.max_num_seqs is None and args.performance_mode is None and not told and _hidden(args) is None
 
 
 def _hidden(args: EngineArgs) -> str | None:

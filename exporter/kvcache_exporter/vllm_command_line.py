@@ -38,6 +38,7 @@ FLAGS = {
     "--ssl-keyfile": "uses_tls",
     "--ssl-certfile": "uses_tls",
     "--config": "config_file",
+    "--performance-mode": "performance_mode",
 }
 
 # In every version of vLLM another flag starts with these, so that argparse refuses what is short for them.

@@ -147,13 +147,13 @@ ENGINE_FAMILIES = (
     _slots(
         "kvcache_request_slots",
         "Requests of this length that the empty engine holds at once: usable blocks over blocks a request, rounded "
-        "down, and at most max_num_seqs where that is configured.",
+        "down, and at most max_num_seqs where that is known.",
         lambda slots: slots.slots,
     ),
     _slots(
         "kvcache_remaining_request_slots",
         "Further requests of this length that fit now without waiting and without preempting, rounded down: what running "
-        "requests will still grow and what waits is served first, and seats count where max_num_seqs is configured. typical is "
+        "requests will still grow and what waits is served first, and seats count where max_num_seqs is known. typical is "
         "predicted from the requests of late; until the first has finished it is max, running requests are not taken to grow and "
         "each waiting one counts as one of max_model_len. Absent when usage is, and when the engine sleeps or is frozen.",
         lambda slots: slots.remaining,
@@ -313,9 +313,10 @@ ENGINE_GPU_INFO = Family(
 ENGINE_INFO = Family(
     "kvcache_engine_info",
     "1; what the numbers of this engine rest on. source: where the block count comes from; tokens_source and "
-    "max_model_len_source likewise. layout_source: computed by the rules of a known architecture, configured (bytes a token), or "
-    "assumed for an unknown one that reads like a plain decoder, and where no dtype is stated. weights_source: configured, "
-    "computed from config.json, or an even share of the checkpoint. An empty label is not known.",
+    "max_model_len_source likewise; max_num_seqs_source is configured, or default: vLLM's for this GPU. layout_source: "
+    "computed by the rules of a known architecture, configured (bytes a token), or assumed for an unknown one that reads "
+    "like a plain decoder, and where no dtype is stated. weights_source: configured, computed from config.json, or an even "
+    "share of the checkpoint. An empty label is not known.",
     (
         *_ENGINE_LABELS,
         "source",
@@ -329,6 +330,7 @@ ENGINE_INFO = Family(
         "block_size",
         "tensor_parallel_size",
         "max_num_seqs",
+        "max_num_seqs_source",
         "prefix_caching",
         "simulated",
     ),
@@ -350,6 +352,7 @@ def _engine_info(engine: EngineSnapshot, target: TargetSnapshot, simulated: str)
         reading.block_size,
         target.tensor_parallel_size,
         target.max_num_seqs,
+        target.max_num_seqs_source,
         None if reading.enable_prefix_caching is None else str(reading.enable_prefix_caching).lower(),
         simulated,
     )
