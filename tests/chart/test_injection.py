@@ -178,6 +178,22 @@ INJECTED: dict[str, tuple[Manifest, dict[str, Any]]] = {
     ),
     "root": (pod(securityContext={"runAsUser": 0}), {"engine_args": ENGINE_ARGS}),
     "port": (pod(annotations={"port": "9000"}), {"values": {"sidecar": {"vllmPort": 9000}}, "engine_args": ENGINE_ARGS}),
+    **{
+        f"port of {what}": (
+            pod(engine(command=[], args=args), annotations=annotations),
+            {"values": {"sidecar": {"vllmPort": port}}, "engine_args": "\f".join(["\n".join(args), *annotations.values()])},
+        )
+        for what, args, annotations, port in (
+            ("arguments", ["--model=m", "--port", "9000", "-tp", "2"], {}, 9000),
+            ("one argument", ["--model=m", "--port=9000"], {}, 9000),
+            ("a script", ["vllm serve m --port 9000 --max-num-seqs 4 | tee log"], {}, 9000),
+            ("the last of several", ["--port=1", "--port", "9000"], {}, 9000),
+            ("the annotation's arguments", ["--port=1"], {"engine-args": "--max-num-seqs 4 --port 9000"}, 9000),
+            ("a variable", ["--port=$(PORT)"], {}, 8000),
+            ("another flag", ["--data-parallel-rpc-port", "9000", "--data-parallel-rpc-port=9000"], {}, 8000),
+            ("no value", ["--port"], {}, 8000),
+        )
+    },
     "port by name": (pod(annotations={"port": "http"}), {"values": {"sidecar": {"vllmPort": 8080}}, "engine_args": ENGINE_ARGS}),
     "config": (pod(annotations={"config": "engine-config"}), {"values": CONFIG, "engine_args": ENGINE_ARGS}),
     "visible devices": (
