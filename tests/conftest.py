@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lab import Upstream
+from lab import Upstream, wait_until
 
 pytest_plugins = ["fake_nvml.plugin"]
 
@@ -23,6 +24,17 @@ def upstream() -> Iterator[Upstream]:
     """A scripted HTTP server on loopback, in the place of a vLLM server."""
     with Upstream() as server:
         yield server
+
+
+@pytest.fixture
+def wait_for_threads() -> Callable[[], None]:
+    """Wait until every request that a server here has got in this test is done with, and so has been logged if it failed."""
+    strangers = set(_request_threads())
+    return lambda: wait_until(lambda: not set(_request_threads()) - strangers)
+
+
+def _request_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
 
 
 @pytest.fixture(scope="session")

@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         while True:
             with self.api._changed:
                 self.api._changed.wait_for(partial(self._has_news, cut, ended, version), None if self.api.is_deaf else timeout)
-                if self.api._cut != cut:
+                if self.api._cut != cut or self.api._closing.is_set():
                     self.close_connection = True
                     return
                 changes = [change for change in self.api._events if change.version > version]
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
 
     def _has_news(self, cut: int, ended: int, version: int) -> bool:
-        is_over = (self.api._cut, self.api._ended) != (cut, ended)
+        is_over = self.api._closing.is_set() or (self.api._cut, self.api._ended) != (cut, ended)
         return is_over or (not self.api.is_deaf and any(change.version > version for change in self.api._events))
 
     def _chunk(self, event: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,11 +55,6 @@ def ask(
     body = response.read()
     connection.close()
     return response.status, {name.lower(): value for name, value in response.getheaders()}, body
-
-
-def wait_for_threads() -> None:
-    """Wait until every request is done with."""
-    wait_until(lambda: not any("process_request_thread" in thread.name for thread in threading.enumerate()))
 
 
 def checks_67() -> list[dict[str, Any]]:
@@ -173,7 +168,11 @@ def test_silent_client_holds_up_nobody(exporter: Exporter) -> None:
 
 
 def test_clients_that_go_away_leave_no_trace(
-    exporter: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    exporter: Exporter,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    wait_for_threads: Callable[[], None],
 ) -> None:
     """Neither one that says nothing, nor one that leaves in the middle, nor one that does not wait for its answer."""
     monkeypatch.setattr(server._Handler, "timeout", 0.2)
@@ -200,7 +199,10 @@ def serving(app: WSGIApplication) -> Iterator[int]:
 
 
 def test_client_that_does_not_read_its_answer_is_let_go(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    wait_for_threads: Callable[[], None],
 ) -> None:
     def endless(environ: WSGIEnvironment, start_response: StartResponse) -> Iterator[bytes]:
         start_response("200 OK", [])

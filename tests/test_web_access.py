@@ -160,11 +160,6 @@ def messages(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> 
     return [record.getMessage() for record in caplog.records if record.levelno >= level]
 
 
-def wait_for_threads() -> None:
-    """Wait until every request is done with, as its thread logs what went wrong after the client has seen it."""
-    wait_until(lambda: not any("process_request_thread" in thread.name for thread in threading.enumerate()))
-
-
 # TLS
 
 
@@ -200,7 +195,9 @@ def test_versions_and_cipher_suites(start: Start) -> None:
     assert site.get()[0] == 200
 
 
-def test_client_certificate_is_required(start: Start, certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_certificate_is_required(
+    start: Start, certificates: Certificates, caplog: pytest.LogCaptureFixture, wait_for_threads: Callable[[], None]
+) -> None:
     site = start(CLIENT_REQUIRED)
     assert site.get(certificate=certificates.client)[0] == 200
     for certificate in (None, certificates.stranger):
@@ -250,7 +247,9 @@ def test_silent_clients_hold_up_nobody(start: Start) -> None:
         assert time.monotonic() - started < 1
 
 
-def test_silent_client_is_let_go(start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_client_is_let_go(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wait_for_threads: Callable[[], None]
+) -> None:
     monkeypatch.setattr(server_module, "_CLIENT_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(server_module._Handler, "timeout", 0.2)
     site = start(TLS)
@@ -268,7 +267,11 @@ def test_silent_client_is_let_go(start: Start, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_http_on_the_https_port(
-    start: Start, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start,
+    certificates: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_for_threads: Callable[[], None],
 ) -> None:
     """It is told so. Probes alone are answered, as the kubelet has no certificate to show."""
     monkeypatch.setenv("HTTPS", "on")  # as the standard library's server would believe
@@ -281,7 +284,9 @@ def test_http_on_the_https_port(
     assert messages(caplog) == []
 
 
-def test_clients_that_break_off_leave_no_trace(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_that_break_off_leave_no_trace(
+    start: Start, caplog: pytest.LogCaptureFixture, wait_for_threads: Callable[[], None]
+) -> None:
     site = start(TLS)
     for said in (b"", b"\x00" * 100, b"\x16\x03\x01\x00\x05hello", b"\x16"):
         with socket.create_connection(("127.0.0.1", site.port), timeout=5) as client:
@@ -305,7 +310,9 @@ def test_http_in_parallel_with_tls(start: Start) -> None:
 # Files that change
 
 
-def test_certificate_is_rotated(start: Start, certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
+def test_certificate_is_rotated(
+    start: Start, certificates: Certificates, caplog: pytest.LogCaptureFixture, wait_for_threads: Callable[[], None]
+) -> None:
     """Certificate first, key later: until both are there, the old ones are shown, and that is told once."""
     site = start(TLS)
     before = site.peer_certificate()
@@ -342,7 +349,9 @@ def test_users_change(start: Start) -> None:
     assert [site.get_plain(password=password)[0] for password in ("alice:a", "alice:new", "bob:b")] == [401, 200, 200]
 
 
-def test_bad_file_leaves_the_old_one_in_use(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_file_leaves_the_old_one_in_use(
+    start: Start, caplog: pytest.LogCaptureFixture, wait_for_threads: Callable[[], None]
+) -> None:
     text = users(alice="a")
     site = start(text)
     site.write("basic_auth_users: {alice: a}")
@@ -408,7 +417,12 @@ def test_file_that_becomes_good_by_another_file_is_read(start: Start, certificat
     ],
 )
 def test_file_that_is_cut_off_opens_nothing(
-    start: Start, certificates: Certificates, caplog: pytest.LogCaptureFixture, cut: str, lost: str
+    start: Start,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+    cut: str,
+    lost: str,
+    wait_for_threads: Callable[[], None],
 ) -> None:
     """A file is not always replaced in one go: what is on stays on, until the exporter is started again."""
     site = start(CLIENT_REQUIRED + "  client_allowed_sans: [prometheus]\n" + users(alice="a"))
