@@ -14,6 +14,7 @@ from types import FrameType
 
 import requests
 from child import free_port, wait_for
+from discovered import compare_discovered
 from engine import Engine, Workshop
 from exporter import POLL_INTERVAL_SECONDS, Exporter
 from flags import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS
@@ -43,9 +44,11 @@ def main(vllm: Path) -> int:
         workshop = Workshop(folder / "llama", LLAMA)
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        with Exporter(folder, url, max_num_seqs=MAX_NUM_SEQS, request_lengths=REQUEST_LENGTHS) as exporter:
+        watched = f"targets:\n- url: {url}\n  max_num_seqs: {MAX_NUM_SEQS}"
+        with Exporter(folder, watched, request_lengths=REQUEST_LENGTHS) as exporter:
             with Engine(vllm, workshop, port, _BLOCKS) as engine:
                 _compare_idle(report, engine, _complete(exporter))
+                compare_discovered(report, folder, engine, _complete)
                 compare_under_load(report, engine, exporter)
                 _compare_killed(report, engine, exporter)
             with Engine(vllm, workshop, port, BLOCKS_OF_FOUR) as engine:

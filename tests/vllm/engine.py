@@ -116,6 +116,7 @@ class Engine(Child):
         command += ["--num-gpu-blocks-override", str(num_gpu_blocks), *CACHE_FLAGS]
         # A line in the log for each step.
         command += ["--enable-logging-iteration-details"]
+        self.command = tuple(command)
         super().__init__(command, workshop.environment())
 
     def is_ready(self) -> bool:

@@ -14,16 +14,18 @@ POLL_INTERVAL_SECONDS = 1.0
 
 
 class Exporter(Child):
-    """`kvcache-exporter serve` with a configuration that does not say where the model is: the engine does."""
+    """`kvcache-exporter serve` with a configuration that does not say where the model is: the engine does.
+
+    `watched` is the part of the configuration that says which engines there are.
+    """
 
     start_seconds = 20.0
 
-    def __init__(self, folder: Path, engine_url: str, *, max_num_seqs: int, request_lengths: Sequence[int]) -> None:
+    def __init__(self, folder: Path, watched: str, *, request_lengths: Sequence[int]) -> None:
         self._url = f"http://127.0.0.1:{(port := free_port())}"
-        config = folder / "exporter.yml"
+        config = folder / f"exporter-{port}.yml"
         config.write_text(
-            f"targets:\n- url: {engine_url}\n  max_num_seqs: {max_num_seqs}\n"
-            f"poll_interval_seconds: {POLL_INTERVAL_SECONDS}\npoll_timeout_seconds: 0.9\n"
+            f"{watched}\npoll_interval_seconds: {POLL_INTERVAL_SECONDS}\npoll_timeout_seconds: 0.9\n"
             f"request_lengths: {list(request_lengths)}\nlisten_address: 127.0.0.1:{port}\nnvml: false\n",
             encoding="utf-8",
         )

@@ -15,7 +15,7 @@ REQUEST_LENGTHS = (512, 1024)
 _REMAINING = "kvcache_remaining_request_slots"
 _FROM_THE_PAST = re.compile(
     r"\{(typical|p95)\}|_headroom_ratio|_binding_limit|_exhaustion_seconds|_offered_load_ratio|_engine_state|_usage_suspect"
-    r"|_hit_ratio|_shared_ratio"
+    r"|_hit_ratio|_shared_ratio|_time_to_first_token_seconds|_time_per_output_token_seconds|_offered_load_trend_per_second"
 )
 SOURCES = ("model_config", "vllm", "vllm_models", "vllm_version")
 
@@ -138,8 +138,9 @@ class ExporterSays:
 
     @property
     def sources_up(self) -> tuple[str, ...]:
-        """Sources that answered at their last try."""
-        return tuple(sorted(sample.labels["source"] for sample in self.page.all("kvcache_up") if sample.value == 1))
+        """Sources of the engine that answered at their last try."""
+        up = [sample.labels for sample in self.page.all("kvcache_up") if sample.value == 1]
+        return tuple(sorted(labels["source"] for labels in up if labels["target"]))
 
     @property
     def is_complete(self) -> bool:
