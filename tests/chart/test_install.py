@@ -9,9 +9,11 @@ from typing import Any
 
 import helm_python
 import pytest
+import yaml
 from helm_engine import CHART, VALUES, each_variant, example, render, values_of, variant
 
 from kvcache_exporter.families import FAMILIES
+from promtool import ROOT
 
 STACK = {"release": "kube-prometheus-stack"}
 NVIDIA_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -41,6 +43,24 @@ def test_ten_lines_put_a_sidecar_beside_engines_that_ask_for_it() -> None:
     for kind in ("PodMonitor", "PrometheusRule"):
         assert result.one(kind)["metadata"]["labels"].items() >= STACK.items()
     assert result.one("PodMonitor")["spec"]["namespaceSelector"] == {"any": True}
+
+
+def values_in(readme: Path) -> list[dict[str, Any]]:
+    """Whole values files that a README shows: what is piped into `helm install`, and blocks that begin with the mode."""
+    text = readme.read_text()
+    piped = re.findall(r"--values - <<'END'\n(.*?)END\n", text, re.DOTALL)
+    blocks = re.findall(r"```yaml\n(mode: .*?)```", text, re.DOTALL)
+    return [yaml.safe_load(block) for block in (*piped, *blocks)]
+
+
+@pytest.mark.parametrize("readme", [ROOT / "README.md", CHART / "README.md"], ids=["project", "chart"])
+def test_values_that_the_readmes_show_do_what_they_say(readme: Path) -> None:
+    daemonset, sidecar = (render(values) for values in values_in(readme))
+    assert daemonset.kinds >= {"DaemonSet", "PodMonitor", "PrometheusRule"}
+    assert sidecar.kinds >= {"MutatingAdmissionPolicy", "PodMonitor"}
+    for result in (daemonset, sidecar):
+        assert result.one("PodMonitor")["metadata"]["labels"].items() >= STACK.items()
+        assert "https://huggingface.co/{root}/resolve/main/config.json" in result.text
 
 
 # Nodes
