@@ -24,9 +24,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Options that say more of the one engine that --vllm-url gives.
-_OF_THE_URL = ("target_name", "model_config", "model_config_token_file", "engine_args", "gpus", "bearer_token_file")
-
 
 @click.command()
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="YAML file with targets and settings.")
@@ -83,7 +80,7 @@ def serve(
 
     if config_path is None and vllm_url is None:
         raise click.UsageError("give --config FILE, --vllm-url URL, or both")
-    stray = [name for name in _OF_THE_URL if of_the_url[name] is not None]
+    stray = [name for name, value in of_the_url.items() if value is not None]
     if vllm_url is None and stray:
         raise click.UsageError(
             f"--{stray[0].replace('_', '-')} goes with --vllm-url; in a --config file each target has such settings of its own"

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+ROOT = "{root}"
+"""Stands for the engine's hub name in the address of a model's config.json."""
+
 _DTYPES = ("auto", "bfloat16", "float16", "half", "float", "float32")
 
 
@@ -84,8 +87,8 @@ def strings(value: object) -> tuple[str, ...]:
 def models_source(value: object, folder: Path) -> Path | str:
     """A path, relative to `folder`, of a directory of models, or an address with `{root}` for the name of one."""
     if _is_url(value):
-        if "{root}" not in str(value):
-            raise ValueError(f"{value!r} is of one model, and engines that are found may run others: put {{root}} for the name")
+        if ROOT not in str(value):
+            raise ValueError(f"{value!r} is of one model, and engines that are found may run others: put {ROOT} for the name")
         return http_url(value)
     path = path_in(value, folder)
     if (path / "config.json").is_file():

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache_exporter.gpu_reading import GpuReading
+from kvcache_exporter.kv_cache_spec.engine_config import GIB, LARGE_GPU_BYTES, is_a100, is_large_gpu
 
-_GIB = 1024**3
-_LARGE_GPU_BYTES = 70 * _GIB
 # What CUDA calls a GPU's memory, by which vLLM decides, is a little less than what NVML does.
-_UNSURE_BYTES = 3 * _GIB
+_UNSURE_BYTES = 3 * GIB
 _SEATS_OF_LARGE_GPUS = 1024
 _SEATS = 256
 # The rule is the same since the A100 was taken out of it. Before, and where the engine may be the old one (V0), it is another.
@@ -38,8 +37,6 @@ def default_max_num_seqs(
 def _seats_on(gpu: GpuReading) -> int | None:
     if gpu.memory_total_bytes is None or gpu.name is None:
         return None
-    if "a100" in gpu.name.lower():
-        return _SEATS
-    if abs(gpu.memory_total_bytes - _LARGE_GPU_BYTES) < _UNSURE_BYTES:
+    if abs(gpu.memory_total_bytes - LARGE_GPU_BYTES) < _UNSURE_BYTES and not is_a100(gpu.name):
         return None
-    return _SEATS_OF_LARGE_GPUS if gpu.memory_total_bytes > _LARGE_GPU_BYTES else _SEATS
+    return _SEATS_OF_LARGE_GPUS if is_large_gpu(gpu.name, gpu.memory_total_bytes) else _SEATS

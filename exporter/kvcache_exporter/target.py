@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from kvcache_exporter.capacity import COMPUTED, REPORTED, capacity_of
 from kvcache_exporter.config import TargetConfig
+from kvcache_exporter.config_values import ROOT
 from kvcache_exporter.default_seats import default_max_num_seqs
 from kvcache_exporter.engine_state import has_restarted
 from kvcache_exporter.errors import KVCacheExporterError, SourceError, UnsupportedModelError
@@ -26,7 +27,7 @@ from kvcache_exporter.model_config import ModelConfig, parse_model_config
 from kvcache_exporter.readings import EngineReading, PageReading, ServedModel
 from kvcache_exporter.snapshot import EngineSnapshot, TargetSnapshot
 from kvcache_exporter.sources.model_files import find_config_json, load_config_json, weight_bytes
-from kvcache_exporter.sources.model_url import ROOT, fetch_config_json
+from kvcache_exporter.sources.model_url import fetch_config_json
 from kvcache_exporter.sources.vllm import VllmClient
 from kvcache_exporter.target_weights import ModelOnDisk, TargetWeights, TracedWeights
 
@@ -90,7 +91,7 @@ def _read_model(config: TargetConfig, root: str | None) -> ModelOnDisk:
     given = config.model_config
     if isinstance(given, Mapping):
         return ModelOnDisk(given, parse_model_config(given))
-    if isinstance(given, str) and not (ROOT in given and _is_path_here(root)):
+    if isinstance(given, str) and not (ROOT in given and _path_here(root)):
         content = fetch_config_json(given, root, config.model_config_token_file)
         return ModelOnDisk(content, parse_model_config(content))
     file = find_config_json(*_where_the_model_is(config, root))
@@ -101,14 +102,16 @@ def _read_model(config: TargetConfig, root: str | None) -> ModelOnDisk:
 def _where_the_model_is(config: TargetConfig, root: str | None) -> tuple[Path, str | None]:
     if isinstance(config.model_config, Path):
         return config.model_config, root
-    if root is not None and _is_path_here(root):
-        return Path(root), None
+    here = _path_here(root)
+    if here is not None:
+        return here, None
     where = "the engine does not tell its model's path" if root is None else f"the engine's model {root!r} is not a path here"
     raise SourceError("missing", f"{where} and no model_config is set: give the path of config.json for bytes and slots")
 
 
-def _is_path_here(root: str | None) -> bool:
-    return root is not None and Path(root).is_absolute() and Path(root).exists()
+def _path_here(root: str | None) -> Path | None:
+    path = Path(root or "")
+    return path if path.is_absolute() and path.exists() else None
 
 
 class TargetHistory:

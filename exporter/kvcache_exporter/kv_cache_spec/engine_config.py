@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 GIB = 1024**3
 H100_MEMORY_BYTES = 80 * GIB
+LARGE_GPU_BYTES = 70 * GIB
 
 NEWEST_VLLM_VERSION = (0, 32)
 
@@ -16,6 +17,16 @@ def parse_vllm_version(text: str | None) -> tuple[int, int] | None:
     match = re.match(r"v?(\d+)\.(\d+)", text or "")
     # Builds from source without tags call themselves 0.1.dev….
     return None if match is None or ".dev" in str(text) else (int(match[1]), int(match[2]))
+
+
+def is_large_gpu(name: str, memory_bytes: int) -> bool:
+    """Whether vLLM gives this GPU its larger defaults (`vllm/engine/arg_utils.py`, `get_batch_defaults`)."""
+    return memory_bytes >= LARGE_GPU_BYTES and not is_a100(name)
+
+
+def is_a100(name: str) -> bool:
+    """Whether it is an A100, of either size, which vLLM takes for a small GPU."""
+    return "A100" in name.upper()
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class EngineConfig:
             return self.max_num_batched_tokens
         if self.gpu_memory_bytes >= 160 * GIB:
             return 16384
-        return 8192 if self.gpu_memory_bytes >= 70 * GIB and "A100" not in self.gpu_name.upper() else 2048
+        return 8192 if is_large_gpu(self.gpu_name, self.gpu_memory_bytes) else 2048
 
     @property
     def max_in_flight_tokens(self) -> int:

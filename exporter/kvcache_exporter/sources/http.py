@@ -28,12 +28,16 @@ class HttpStatusError(SourceError):
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How to talk to one target. The token file is read again at every request, since tokens rotate."""
+    """How to talk to one target. The token file is read again at every request, since tokens rotate.
+
+    `unauthorized_remedy` is what to do when the server answers 401 or 403.
+    """
 
     timeout_seconds: float = 2.0
     max_body_bytes: int = 32 * 1024 * 1024
     bearer_token_file: Path | None = None
     ca_file: Path | None = None
+    unauthorized_remedy: str = "set bearer_token_file to a file with the engine's API key"
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class HttpClient:
                 if response.status_code in _REDIRECT_STATUSES:
                     next_url = _redirect_target(url, next_url, response)
                     continue
-                _check_status(next_url, response)
+                self._check_status(next_url, response)
                 content = self._read(next_url, response, deadline)
                 media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
                 return HttpBody(content, media_type)
@@ -83,7 +87,7 @@ class HttpClient:
         """
         deadline = time.monotonic() + self._options.timeout_seconds
         with self._request(url, self._headers(accept), deadline, idle_timeout_seconds) as response:
-            _check_status(url, response)
+            self._check_status(url, response)
             line = bytearray()
             try:
                 while chunk := response.raw.read1(_CHUNK_BYTES):
@@ -142,6 +146,16 @@ class HttpClient:
             raise _broken(url, error) from error
         return bytes(body)
 
+    def _check_status(self, url: str, response: requests.Response) -> None:
+        if response.status_code in (401, 403):
+            raise HttpStatusError(
+                "unauthorized",
+                f"{url} answered {response.status_code}: {self._options.unauthorized_remedy}",
+                response.status_code,
+            )
+        if response.status_code != 200:
+            raise HttpStatusError("http_status", f"{url} answered {response.status_code} instead of 200", response.status_code)
+
     def _check_size(self, url: str, size_bytes: int) -> None:
         if size_bytes > self._options.max_body_bytes:
             raise SourceError(
@@ -174,17 +188,6 @@ def _redirect_target(origin: str, url: str, response: requests.Response) -> str:
 def _origin(url: str) -> tuple[str, str | None, int | None]:
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port
-
-
-def _check_status(url: str, response: requests.Response) -> None:
-    if response.status_code in (401, 403):
-        raise HttpStatusError(
-            "unauthorized",
-            f"{url} answered {response.status_code}: set bearer_token_file to a file with the engine's API key",
-            response.status_code,
-        )
-    if response.status_code != 200:
-        raise HttpStatusError("http_status", f"{url} answered {response.status_code} instead of 200", response.status_code)
 
 
 def _broken(url: str, error: BaseException) -> SourceError:
