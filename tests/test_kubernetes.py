@@ -15,7 +15,7 @@ import pytest
 from kvcache_exporter.config import KubernetesConfig, TargetConfig
 from kvcache_exporter.discovery import Discovery, discover
 from kvcache_exporter.engine_pod import PodSelection, read_pod
-from kvcache_exporter.errors import ConfigError
+from kvcache_exporter.errors import ConfigError, SourceError
 from kvcache_exporter.families import FAMILIES
 from kvcache_exporter.gpu_owners import ContainerGpus, EnginePlace, EngineProcess
 from kvcache_exporter.gpu_reading import GpuProcess, GpuReading, NvmlReading
@@ -341,23 +341,34 @@ def test_arguments_of_the_container_are_the_targets(cluster: Cluster) -> None:
 
 
 class H100s:
-    """A node of two H100s."""
+    """A node of two H100s, whose driver can fail."""
+
+    def __init__(self) -> None:
+        self.fails = False
 
     def read(self) -> NvmlReading:
+        if self.fails:
+            raise SourceError("unknown", "the driver is gone")
         return NvmlReading(tuple(GpuReading(f"GPU-{n}", n, "NVIDIA H100 80GB HBM3", 80 * GIB, 70 * GIB) for n in range(2)), "570")
 
 
 def test_engine_without_max_num_seqs_has_the_default_of_its_gpu(cluster: Cluster) -> None:
-    """Known from the second poll on, when the GPUs are; an engine of the file is asked nothing, so nothing is sure there."""
+    """Known from the first page on, and while NVML fails; of an engine of the file no arguments are known, so nothing is sure."""
     cluster.serve("vllm-0")
-    lab = cluster.lab(TargetConfig("fixed", cluster.engine.url), gpus=H100s())
+    gpus = H100s()
+    lab = cluster.lab(TargetConfig("fixed", cluster.engine.url), gpus=gpus)
 
     def seats(target: str) -> tuple[str, str] | None:
         infos = [dict(labels) for labels in lab.samples("kvcache_engine_info", target=target)]
         return (infos[0]["max_num_seqs"], infos[0]["max_num_seqs_source"]) if infos else None
 
-    polled_until(lab, lambda lab: seats("ml/vllm-0") == ("1024", "default"))
+    polled_until(lab, lambda _: seats("ml/vllm-0") is not None)
+    assert seats("ml/vllm-0") == ("1024", "default")
     assert seats("fixed") == ("", "")
+    gpus.fails = True
+    lab.poll().poll()
+    assert lab.value("kvcache_up", source="nvml") == 0
+    assert seats("ml/vllm-0") == ("1024", "default")
 
 
 def test_model_config_for_all_engines(cluster: Cluster, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvcache_exporter.capture import Recorder
 from kvcache_exporter.config import Config
 from kvcache_exporter.discovery import Discovery
 from kvcache_exporter.gpu_placement import GpuPlacement
+from kvcache_exporter.gpu_reading import GpuReading
 from kvcache_exporter.health import HealthBook
 from kvcache_exporter.node_gpus import SOURCE_NVML, GpuSources, NodeGpus, NodeReading
 from kvcache_exporter.polled_target import PolledTarget
@@ -48,6 +49,7 @@ class Poller:
         self._discovery = discovery
         self._targets = {target.name: PolledTarget(target, config, recorder) for target in config.targets}
         self._gpus = None if gpus is None else NodeGpus(config, gpus)
+        self._gpus_here: tuple[GpuReading, ...] = ()
         self._placement = GpuPlacement()
         self._latest: Snapshot | None = None
         self._ticked_at = clock()
@@ -78,10 +80,11 @@ class Poller:
         for target in polled:
             target.finish_page(now, deadline, self._health)
             target.start_facts(now)
-        # Those of the tick before: they change seldom, and these are still being read.
-        gpus = () if self._latest is None or self._latest.nvml is None else self._latest.nvml.gpus
-        targets = tuple(target.finish(now, deadline, self._health, gpus) for target in polled)
         node = NodeReading() if self._gpus is None else self._gpus.finish(now, deadline, self._health)
+        if node.nvml is not None:
+            # Which GPUs there are stays true while NVML fails.
+            self._gpus_here = node.nvml.gpus
+        targets = tuple(target.finish(now, deadline, self._health, self._gpus_here) for target in polled)
         placed = self._placement.place(node, targets, configs)
         contradictions = sum(gpu.memory is not None and gpu.memory.contradiction for gpu in placed.gpus)
         self._health.count("", SOURCE_NVML, "split_exceeds_used", contradictions)
