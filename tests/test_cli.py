@@ -143,6 +143,22 @@ def test_serve_as_a_sidecar(upstream: Upstream, tmp_path: Path, fake_nvml: FakeN
     assert re.search(r'kvcache_engine_gpu_info\{.*method="configured".*uuid="GPU-11"\} 1\.0\n', page)
 
 
+def test_arguments_said_beside_a_hidden_command_line_leave_its_sizes_open(upstream: Upstream, tmp_path: Path) -> None:
+    """Nothing before the form feed: as a sidecar gets it from a container whose image has the arguments."""
+    config_json = tmp_path / "config.json"
+    config_json.write_text(json.dumps(LLAMA_8B))
+    upstream.page(PAGE, models=models_answer(8192))
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("serve", "--vllm-url", upstream.url, "--model-config", str(config_json), "--engine-args", "\f--max-num-seqs 7")
+    with started(*arguments, "--no-nvml", "--listen-address", address) as process:
+        wait_until(lambda: 'reason="unknown_arguments"' in fetch(f"http://{address}/metrics"))
+        page = fetch(f"http://{address}/metrics")
+        end(process)
+    assert re.search(r'kvcache_engine_info\{.*max_num_seqs="7"', page)
+    assert "kvcache_capacity_blocks{" in page
+    assert "kvcache_capacity_bytes{" not in page
+
+
 def test_serve_without_nvml(upstream: Upstream, fake_nvml: FakeNvml) -> None:
     fake_nvml.show({"devices": []})
     upstream.page(PAGE)

@@ -180,6 +180,16 @@ def test_annotation_has_the_last_word_on_arguments() -> None:
     assert (args.max_num_seqs, args.dtype, args.tensor_parallel_size) == (32, "half", 2)
 
 
+def test_annotation_does_not_show_what_the_image_starts() -> None:
+    """A container without a command in sight is not vLLM's for what is said beside it, and no engine among several."""
+    said = {**SCRAPE, "kvcache-exporter.io/engine-args": "--max-num-seqs 32"}
+    args = engine(pod("vllm-0", annotations=said, containers=[container("vllm", port=8000)])).args
+    assert (args.max_num_seqs, args.is_vllm) == (32, False)
+    reading = read_pod(pod("p", annotations=said, containers=[container("proxy"), container("vllm", "--model", "m")]), BY_PORT)
+    assert reading is not None
+    assert [one.container for one in reading.engines] == ["vllm"]
+
+
 def test_variables_of_the_container() -> None:
     one = pod("vllm-0")
     one["spec"]["containers"][0]["args"] += ["--max-num-seqs", "$(SEATS)", "--dtype=$(KIND)"]

@@ -116,14 +116,14 @@ def _target(vllm_url: str, of_the_url: Mapping[str, str | None]) -> TargetConfig
     from kvcache_exporter.config import target_for_url
     from kvcache_exporter.config_values import gpu_list, model_source
     from kvcache_exporter.container_words import words_of_text
-    from kvcache_exporter.engine_args import read_engine_args
+    from kvcache_exporter.engine_args import with_further_args
     from kvcache_exporter.target_arguments import with_arguments
 
     target = target_for_url(vllm_url, of_the_url["target_name"])
     arguments = of_the_url["engine_args"]
     if arguments is not None:
-        parts = arguments.split("\f")
-        target = with_arguments(target, read_engine_args([word for part in parts for word in words_of_text(part)]))
+        own, _, further = arguments.partition("\f")
+        target = with_arguments(target, with_further_args(words_of_text(own), words_of_text(further)))
     return replace(
         target,
         model_config=_value(of_the_url, "model_config", lambda value: model_source(value, Path())),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcache_exporter.human_integer import parse_human_integer
@@ -66,6 +66,14 @@ _NAMES = tuple(sorted({*FLAGS.values()} - {"speculation", "num_speculative_token
 
 # Other servers have these flags as well: alone they do not show that a server is vLLM's.
 _SHOW_NOTHING = frozenset({"port", "dtype", "uses_tls", "config_file", POSITIONAL, MAYBE_MODEL, ANYTHING})
+
+
+def with_further_args(words: Sequence[str], further: Sequence[str]) -> EngineArgs:
+    """Read the words of a process with arguments that are said beside it, and have the last word. Never raises.
+
+    They do not make the process vLLM's: what they leave out may still be where they were not seen.
+    """
+    return replace(read_engine_args((*words, *further)), is_vllm=read_engine_args(words).is_vllm)
 
 
 def read_engine_args(words: Sequence[str]) -> EngineArgs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache_exporter.container_words import container_words, words_of_text
-from kvcache_exporter.engine_args import EngineArgs, read_engine_args
+from kvcache_exporter.engine_args import EngineArgs, with_further_args
 
 PREFIX = "kvcache-exporter.io/"
 SCRAPE = f"{PREFIX}scrape"
@@ -135,7 +135,7 @@ def _args(container: Mapping[str, Any], annotations: Mapping[str, str]) -> Engin
     variables = container.get("env") or ()
     env = {variable["name"]: None if "valueFrom" in variable else variable.get("value", "") for variable in variables}
     words = container_words(container.get("command") or (), container.get("args") or (), env)
-    return read_engine_args((*words, *words_of_text(annotations.get(ENGINE_ARGS, ""))))
+    return with_further_args(words, words_of_text(annotations.get(ENGINE_ARGS, "")))
 
 
 def _port(container: Mapping[str, Any], args: EngineArgs, annotations: Mapping[str, str], selection: PodSelection) -> int | None:

@@ -248,6 +248,11 @@ INJECTED: dict[str, tuple[Manifest, dict[str, Any]]] = {
     ),
     "command and odd arguments": (pod(engine(command=ODD_ARGS[:2], args=ODD_ARGS[2:])), {"engine_args": "\n".join(ODD_ARGS)}),
     "no command, no arguments": (pod({"name": "vllm", "image": "my-model"}), {}),
+    # What the image starts stays unseen, whatever the annotation says of it.
+    "arguments in the annotation alone": (
+        pod({"name": "vllm", "image": "my-model"}, annotations={"engine-args": "--max-num-seqs 4"}),
+        {"engine_args": "\f--max-num-seqs 4"},
+    ),
     "empty annotations": (pod(annotations={}), {"engine_args": ENGINE_ARGS}),
     "other annotations": (
         {**pod(), "metadata": {**pod()["metadata"], "annotations": {"example.com/port": "http"}}},
